@@ -1,0 +1,83 @@
+"""The layout tag: over which mesh axes a value differs between ranks, and over which it still has to be summed.
+
+`varies`   mesh axes over which the ranks hold different values (different rows, columns or heads)
+`partial`  those of them over which the true value is the *sum* of what the ranks hold
+
+The tag is what makes a wrong sharding an error instead of a wrong number.  An op's output varies where any input does.
+Then an input that does not vary there either is a parameter, and its gradient has to be reduced over these axes (it is
+recorded, nobody lists it by hand), or it is an activation, and somebody forgot f.  The idea of tagging values with the
+axes they vary over is that of JAX's shard_map.  Tags do not depend on sizes: a serial run finds the same mistakes.
+"""
+from typing import Any, NamedTuple
+
+NOWHERE: frozenset[str] = frozenset()
+
+
+class Layout(NamedTuple):
+    varies: frozenset[str] = NOWHERE
+    partial: frozenset[str] = NOWHERE
+
+
+REPLICATED = Layout()
+
+
+class LayoutError(ValueError):
+    """Values with different layouts meet in a way that would give a wrong number."""
+
+
+def names(axes: frozenset[str]) -> str:
+    return "+".join(sorted(axes))
+
+
+def join(op: Any, tensors: list[Any]) -> Layout:
+    """The layout of the output of an op that does not communicate, from those of its inputs."""
+    if not tensors:
+        return REPLICATED
+    layout = tensors[0].layout
+    for t in tensors:
+        if t.layout is not layout and t.layout != layout:
+            layout = _union(op, tensors)
+            break
+    if layout.partial and op.linearity is None:
+        raise LayoutError(f"{op.name} of a value that is partial over {names(layout.partial)}: reduce before a nonlinearity "
+                          f"(reduce_from): {op.name} of a sum is not the sum of {op.name}s")
+    if layout.partial and op.linearity == "each" and len(tensors) > 1:
+        for a in layout.partial:
+            if sum(a in t.layout.varies for t in tensors) > 1:
+                raise LayoutError(f"{op.name}: two inputs vary over {a} and one is partial over it; reduce_from it first")
+    require(op.name, tensors, layout.varies)
+    return layout
+
+
+def _union(op: Any, tensors: list[Any]) -> Layout:
+    varies = frozenset().union(*(t.layout.varies for t in tensors))
+    partial = frozenset().union(*(t.layout.partial for t in tensors))
+    if partial and op.linearity == "joint":
+        for t in tensors:
+            if t.layout.partial != partial:
+                raise LayoutError(f"{op.name} of a value that is partial over {names(partial)} and {describe(t)}, which is "
+                                  f"not: the latter would be counted once per rank; reduce_from before the {op.name}")
+    return Layout(varies, partial)
+
+
+def require(op_name: str, tensors: list[Any], varies: frozenset[str]) -> None:
+    """Each input varies over all of `varies`, or is a parameter (its reduction is recorded), or no gradient is wanted.
+
+    A value made of parameters alone only meets its partner later: nothing is recorded before.
+    """
+    parameters_alone = all(t.leaves for t in tensors)
+    for t in tensors:
+        if t.tape is None:
+            continue
+        missing = varies - t.layout.varies
+        if t.leaves and not parameters_alone:
+            for leaf in t.leaves:
+                t.tape.record_use(op_name, leaf, missing)
+        elif missing:
+            raise LayoutError(f"{op_name}: {describe(t)} is replicated over {names(missing)}, its partner is not: copy_to it "
+                              f"first (f), else its gradient misses the other ranks' contributions")
+
+
+def describe(t: Any) -> str:
+    kind = f"the parameter {t.name}" if t.name else "an activation"
+    return f"{kind} of shape {tuple(t.array.shape)}"

@@ -1,0 +1,152 @@
+"""How a program gets its ranks: from mpirun, from threads (`--simulate N`), or alone.  Environment is read here only.
+
+    if __name__ == "__main__":
+        launch(main, ranks=(2, 4))          # main(comm) runs on every rank
+"""
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Callable, Sequence
+
+import numpy as np
+
+from refimpl.comm.base import Comm, CommError, SerialComm
+from refimpl.comm.mpi import MpiComm, load_mpi, mpi_world
+from refimpl.comm.threads import run_threads
+
+SIZES = {"PMI_SIZE": "MPICH's or Intel MPI's mpirun", "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
+         "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun"}
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+
+
+def launcher() -> tuple[str, int] | None:
+    """The launcher that started this process and the number of ranks it started, None without one."""
+    for variable, who in SIZES.items():
+        if os.environ.get(variable, "").isdecimal():
+            return who, int(os.environ[variable])
+    return None
+
+
+def world() -> Comm:
+    """All ranks of this program: MPI's under mpirun, else one.  Sets the BLAS threads of this process.
+
+    Error: CommError, when the launcher started N processes and the MPI library of mpi4py knows of another number.
+    """
+    started = launcher()
+    comm: Comm = mpi_world() if started else SerialComm()
+    if started and comm.size != started[1]:
+        raise CommError(
+            f"{started[0]} started {started[1]} processes, but the MPI library that mpi4py loaded sees {comm.size}: "
+            f"each would believe to be alone.  Use the mpirun of that library ({library(load_mpi())}); "
+            f"`python -m refimpl doctor` shows both")
+    set_blas_threads(default_blas_threads(comm))
+    return comm
+
+
+def library(MPI: Any) -> str:
+    return " ".join(MPI.Get_library_version().split()[:3]).rstrip(",")
+
+
+def launch(main: Callable[[Comm], Any], ranks: Sequence[int] | None = None, argv: Sequence[str] | None = None) -> None:
+    """Run `main(comm)` on every rank; a failure of any rank ends all of them with a non-zero status.
+
+    `--simulate N` runs N ranks as threads of this process instead of under mpirun.  A number of ranks that is not among
+    `ranks` gets a sentence.
+    """
+    script = Path(sys.argv[0]).name
+    parser = argparse.ArgumentParser(prog=script, description=sys.modules[main.__module__].__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--simulate", type=int, metavar="N", help="run N ranks as threads of this process, without MPI")
+    simulate = parser.parse_args(argv).simulate
+    try:
+        comm = SerialComm() if simulate else world()
+    except CommError as error:
+        sys.exit(f"{script}: {error}")
+    size = simulate or comm.size
+    if ranks is not None and size not in ranks:
+        if comm.rank == 0:
+            wanted = " or ".join(map(str, ranks))
+            print(f"{script} needs {wanted} ranks, got {size}: mpirun -n {ranks[0]} python {sys.argv[0]}, or without MPI "
+                  f"python {sys.argv[0]} --simulate {ranks[0]}", file=sys.stderr)
+        raise SystemExit(2)                             # every rank takes this way: nobody is left waiting
+    if simulate:
+        set_blas_threads(1)
+        run_threads(simulate, main)
+        return
+    try:
+        main(comm)
+    except SystemExit as status:
+        if status.code and isinstance(comm, MpiComm):
+            sys.exit(status.code)                       # the hook of mpi.py: ends all ranks
+        raise
+
+
+def mpirun_command(n: int) -> list[str]:
+    """The command that starts `n` ranks: the mpirun beside this Python, else the one on PATH.
+
+    Open MPI wants to be told that root and more ranks than cores are meant; these flags are given only where needed.
+    Error: CommError where there is no mpirun.
+    """
+    beside = Path(sys.executable).parent / "mpirun"
+    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+    if mpirun is None:
+        raise CommError("no mpirun found beside this Python or on PATH: pip install 'refimpl[mpi]', or install the "
+                        "system's MPI")
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
+    flags = []
+    if "Open MPI" in version or "prrte" in version.lower():
+        flags += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        flags += ["--oversubscribe"] if n > len(np.flatnonzero(affinity())) else []
+    return [mpirun, *flags, "-n", str(n)]
+
+
+# -- BLAS threads --------------------------------------------------------------------------------------------------
+
+
+def default_blas_threads(comm: Comm) -> int:
+    """This process' share of the cores: own affinity / local ranks that share it, capped by the cgroup's quota.
+
+    Open MPI binds ranks to cores, MPICH does not: counting the ranks whose affinity overlaps is right for both.
+    """
+    mine = affinity()
+    overlapping = local = 1
+    if isinstance(comm, MpiComm) and comm.size > 1:
+        node = MpiComm(comm.raw.Split_type(comm.MPI.COMM_TYPE_SHARED), ("node",))
+        everybody = node.all_gather(mine[None, :], axis=0)
+        local, overlapping = node.size, int(np.sum((everybody & mine).any(axis=1)))
+    threads = int(mine.sum()) // overlapping
+    quota = cgroup_cores()
+    return max(1, threads if quota is None else min(threads, int(quota / local)))
+
+
+def affinity() -> np.ndarray:
+    """bool[4096]: the cores this process may run on."""
+    cores = np.zeros(4096, bool)
+    if hasattr(os, "sched_getaffinity"):
+        cores[[c for c in os.sched_getaffinity(0) if c < len(cores)]] = True
+    else:
+        cores[:os.cpu_count() or 1] = True
+    return cores
+
+
+def cgroup_cores(path: str = "/sys/fs/cgroup/cpu.max") -> float | None:
+    """Cores that the control group's quota amounts to, None without a quota."""
+    try:
+        quota, period = Path(path).read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else int(quota) / int(period)
+
+
+def set_blas_threads(n: int) -> None:
+    """Limit the BLAS of this process to `n` threads, unless the user has set a number or threadpoolctl is missing."""
+    if any(os.environ.get(v) for v in THREAD_VARIABLES):
+        return
+    try:
+        import threadpoolctl
+    except ImportError:
+        return
+    threadpoolctl.threadpool_limits(n)

@@ -1,0 +1,60 @@
+"""The linear layer, and `product`, the one place where ops multiply matrices.
+
+Shape letters: D inputs, F outputs, ... any leading axes.  Weights are stored (D, F): y = x @ w + b, so a column-parallel
+layer cuts axis 1 of w and a row-parallel layer axis 0.
+"""
+from refimpl.autograd import Layout, LayoutError, Tensor, op, seam
+from refimpl.autograd.layout import join, names
+
+
+@seam(detail=True)
+def product(a, b):
+    """a @ b.  Every matrix product of the package comes through here, so that Count sees every FLOP."""
+    return a @ b
+
+
+def linear_layout(args, static):
+    """A weight cut along its rows (axis 0) is contracted over the cut: the product is a partial sum over that mesh axis."""
+    tensors = [a for a in args if type(a) is Tensor]
+    layout = join(linear, tensors)
+    x, w, b = (*args, None)[:3]
+    cut = getattr(w, "cut", {})
+    summed = frozenset(axis for axis, numpy_axis in cut.items() if numpy_axis == 0)
+    if not summed:
+        return layout
+    if b is not None:
+        raise LayoutError(f"linear: the product with {w.name} is partial over {names(summed)}; its bias would be added once "
+                          f"per rank: add it after reduce_from")
+    if type(x) is Tensor and not summed <= x.varies:
+        raise LayoutError(f"linear: {w.name} is cut by rows over {names(summed)}, so x must be cut by columns there; it is "
+                          f"replicated: scatter_to it first")
+    return Layout(layout.varies, layout.partial | summed)
+
+
+@op(linearity="each", named_by=1, layout=linear_layout)
+def linear(x, w, b=None):
+    """Linear layer.
+
+    Equation:   y = x·w + b
+    Shapes:     x[..., D], w[D, F], b[F] or None -> y[..., F]
+    VJP:        dx = dy·wᵀ;  dw = xᵀ·dy, summed over all leading axes;  db = Σ dy over them
+    Residuals:  x, w
+    Reference:  Megatron ColumnParallelLinear / RowParallelLinear hold parts of w (theirs is stored transposed); HF GPT-2 Conv1D
+    """
+    if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0] or (b is not None and b.shape != w.shape[1:]):
+        bias = "None" if b is None else list(b.shape)
+        raise ValueError(f"linear: x{list(x.shape)}, w{list(w.shape)}, b{bias}: x's last axis must equal w's first, b's only "
+                         f"axis w's second")
+    D, F = w.shape
+    y = product(x.reshape(-1, D), w)                    # (N, F), N = all leading axes
+    if b is not None:
+        y += b
+    y = y.reshape(*x.shape[:-1], F)
+    biased = b is not None
+
+    def vjp(dy):
+        dy2 = dy.reshape(-1, F)
+        dx = product(dy2, w.T).reshape(x.shape)
+        dw = product(x.reshape(-1, D).T, dy2)
+        return dx, dw, dy2.sum(axis=0) if biased else None
+    return y, vjp

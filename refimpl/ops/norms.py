@@ -1,0 +1,34 @@
+"""Normalisation over the last axis."""
+from refimpl.array import xp_of
+from refimpl.autograd import op
+
+
+@op
+def layer_norm(x, g, b, eps=1e-5):
+    """Layer normalisation over the last axis.
+
+    Equation:   xhat = (x - μ) / √(σ² + eps);  y = g·xhat + b   (σ² is the biased variance)
+    Shapes:     x[..., D], g[D], b[D] -> y[..., D]
+    VJP:        dx = r·(dxhat - mean(dxhat) - xhat·mean(dxhat·xhat)),  dxhat = g·dy,  r = 1/√(σ² + eps)
+                dg = Σ xhat·dy;  db = Σ dy, over all leading axes
+    Residuals:  xhat, r, g
+    Reference:  Ba, Kiros, Hinton 2016, eq. 4.  HF GPT-2 `ln_1`, Megatron `FusedLayerNorm`
+    """
+    D = x.shape[-1]
+    if g.shape != (D,) or b.shape != (D,) or D == 0:
+        raise ValueError(f"layer_norm: x{list(x.shape)} needs g and b of shape [{D}], D > 0; got g{list(g.shape)}, "
+                         f"b{list(b.shape)}")
+    xhat = x - x.mean(axis=-1, keepdims=True)
+    r = 1 / xp_of(x).sqrt((xhat * xhat).mean(axis=-1, keepdims=True) + eps)
+    xhat *= r
+    y = g * xhat
+    y += b
+
+    def vjp(dy):
+        dxhat = g * dy
+        dx = dxhat - dxhat.mean(axis=-1, keepdims=True)
+        dx -= xhat * (dxhat * xhat).mean(axis=-1, keepdims=True)
+        dx *= r
+        leading = tuple(range(dy.ndim - 1))
+        return dx, (xhat * dy).sum(axis=leading), dy.sum(axis=leading)
+    return y, vjp

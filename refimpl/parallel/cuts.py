@@ -1,0 +1,64 @@
+"""How a parameter lies on a mesh: whole on every rank, or cut along one numpy axis.
+
+A table of placements (models/placements.py) drives initialisation, the gradient rule, checkpoints and bundles.
+"""
+from dataclasses import dataclass
+from typing import Mapping
+
+import numpy as np
+
+from refimpl.array import Array
+from refimpl.autograd import Layout, Tensor
+from refimpl.comm import Comm, Mesh, shares
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """The whole array on every rank."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Cut along numpy `axis` over the mesh axis `over`; rank r there holds bounds[r] = (start, stop)."""
+    axis: int
+    bounds: tuple[tuple[int, int], ...]
+    over: str = "tp"
+
+    @classmethod
+    def even(cls, axis: int, n: int, comm: Comm) -> "Cut":
+        """`n` in shares that differ by at most one."""
+        ends = np.cumsum(shares(n, comm.size)).tolist()
+        return cls(axis, tuple(zip([0, *ends[:-1]], ends)), comm.name)
+
+
+Placement = Replicated | Cut
+
+
+def box(placement: Placement, shape: tuple[int, ...], mesh: Mesh) -> tuple[slice, ...]:
+    """The part of the global array of `shape` that this rank holds, as one slice per axis."""
+    where = [slice(0, n) for n in shape]
+    if isinstance(placement, Cut):
+        where[placement.axis] = slice(*placement.bounds[mesh.comm(placement.over).rank])
+    return tuple(where)
+
+
+def parameter(name: str, local: Array, placement: Placement) -> Tensor:
+    """This rank's part as a named Tensor that knows its cut."""
+    if isinstance(placement, Replicated):
+        return Tensor(local, name=name)
+    return Tensor(local, Layout(frozenset({placement.over})), name=name, cut={placement.over: placement.axis})
+
+
+def shard(tensors: Mapping[str, Array], table: Mapping[str, Placement], mesh: Mesh) -> dict[str, Tensor]:
+    """This rank's parameters from global arrays (copies: a shard does not keep the whole alive)."""
+    return {name: parameter(name, a[box(table[name], a.shape, mesh)].copy(), table[name]) for name, a in tensors.items()}
+
+
+def gather(tensors: Mapping[str, Tensor], table: Mapping[str, Placement], mesh: Mesh) -> dict[str, Array]:
+    """The global arrays, on every rank (of parameters, or of gradients that have been reduced)."""
+    out = {}
+    for name, t in tensors.items():
+        p = table[name]
+        out[name] = t.array if isinstance(p, Replicated) else mesh.comm(p.over).all_gather(
+            t.array, axis=p.axis, sizes=[stop - start for start, stop in p.bounds])
+    return out
