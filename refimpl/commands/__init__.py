@@ -1,0 +1,1 @@
+"""The commands of `python -m refimpl`: train.py, demo.py, doctor.py."""

@@ -1,0 +1,87 @@
+"""python -m refimpl train: train a small decoder on a text, on any mesh.
+
+    python -m refimpl train --steps 100                                     one rank
+    mpirun -n 4 python -m refimpl train --mesh dp=2,tp=2 --out runs/first   four
+"""
+import argparse
+import json
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from refimpl.comm import Comm, Mesh, world
+from refimpl.generate import sample
+from refimpl.models import Config
+from refimpl.text import ByteTokenizer, read_text, standard_library
+from refimpl.train import Options, train
+
+SMALL = Config(vocab_size=ByteTokenizer.vocab_size, n_layers=2, n_heads=4, d_model=96, max_seq_len=64)
+HELP = {"steps": "training steps", "batch_size": "samples of a step, over all ranks and micro-batches",
+        "seq_len": "tokens of a sample", "accumulate": "micro-batches of a step", "lr": "learning rate", "seed": "seed",
+        "weight_decay": "weight decay of the matrices", "dtype": "float64 or float32", "n_layers": "layers",
+        "n_heads": "attention heads", "d_model": "width", "d_ff": "width of the MLP, 0: four times d_model",
+        "dropout": "dropout rate", "max_seq_len": "longest context", "eps": "layer_norm's epsilon"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--text", metavar="FILE", help="train on this utf-8 text (default: the documentation of the standard "
+                        "library)")
+    parser.add_argument("--mesh", default="dp=1", metavar="AXIS=SIZE,...", help="how the ranks are used (default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write log.jsonl, summary.json, gradients and parameters here")
+    parser.add_argument("--sample", type=int, default=200, metavar="N", help="tokens to sample (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.7, help="of the sample (default: %(default)s)")
+    parser.add_argument("--prompt", default="The ", help="what the sample starts with (default: %(default)r)")
+    parser.add_argument("--bar", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
+    add_fields(parser.add_argument_group("training"), Options())
+    add_fields(parser.add_argument_group("model"), SMALL, leave_out=("vocab_size",))
+
+
+def add_fields(group: Any, default: Any, leave_out: tuple[str, ...] = ()) -> None:
+    """A flag for each field of a dataclass."""
+    for f in fields(default):
+        if f.name not in leave_out:
+            value = getattr(default, f.name) if f.default is MISSING else f.default
+            group.add_argument("--" + f.name.replace("_", "-"), type=type(value), default=value,
+                               metavar=type(value).__name__, help=HELP[f.name] + " (default: %(default)s)")
+
+
+def from_arguments(cls: type, args: argparse.Namespace, **given: Any) -> Any:
+    return cls(**given, **{f.name: getattr(args, f.name) for f in fields(cls) if f.name not in given})
+
+
+def run(args: argparse.Namespace) -> int:
+    comm = world()
+    options = from_arguments(Options, args)
+    cfg = from_arguments(Config, args, vocab_size=ByteTokenizer.vocab_size)
+    if options.seq_len > cfg.max_seq_len:
+        raise ValueError(f"seq_len {options.seq_len} is longer than the model's max_seq_len {cfg.max_seq_len}")
+    tokenizer = ByteTokenizer()
+    mesh = Mesh.parse(args.mesh, comm)
+    result = train(shared_corpus(comm, args.text), cfg, options, mesh, args.out, bar=args.bar)
+    text = tokenizer.decode(sample(result.params, tokenizer.encode(args.prompt), args.sample, cfg, mesh, args.temperature,
+                                   options.seed))
+    if comm.rank == 0:
+        print(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, {result.tokens_per_second:,.0f} tokens/s\n\n{text}",
+              flush=True)
+        if args.out:
+            summary = {"losses": result.losses, "payload": result.payload, "sample": text,
+                       "tokens_per_second": result.tokens_per_second}
+            (args.out / "summary.json").write_text(json.dumps(summary) + "\n", encoding="utf-8")
+    return 0
+
+
+def shared_corpus(comm: Comm, path: str | None) -> np.ndarray:
+    """The text's tokens on every rank: rank 0 reads, the others are told (one rank's disk may not be another's)."""
+    tokens, failure = np.zeros(0, np.int64), ""
+    if comm.rank == 0:
+        try:
+            tokens = ByteTokenizer().encode(read_text(path) if path else standard_library())
+        except ValueError as error:
+            failure = str(error)
+    failure = comm.gather_objects(failure)[0]
+    if failure:
+        raise ValueError(failure)
+    size = int(comm.broadcast(np.array([tokens.size]))[0])
+    return comm.broadcast(tokens if comm.rank == 0 else np.zeros(size, np.int64))

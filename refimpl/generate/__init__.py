@@ -1,0 +1,4 @@
+"""Generation: sample.py."""
+from refimpl.generate.sample import sample
+
+__all__ = ["sample"]

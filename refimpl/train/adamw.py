@@ -1,0 +1,50 @@
+"""AdamW: Adam with decoupled weight decay.  Loshchilov and Hutter 2019, algorithm 2; Kingma and Ba 2015."""
+import math
+from typing import Mapping
+
+from refimpl.array import Array, xp_of
+from refimpl.autograd import LayoutError, Tensor, seam
+
+
+@seam
+def adamw(p: Array, g: Array, m: Array, v: Array, t: int = 1, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95),
+          eps: float = 1e-8, weight_decay: float = 0.0) -> tuple[Array, Array, Array]:
+    """One update of one parameter, step t = 1, 2, ...  -> new (p, m, v).
+
+    m = β₁·m + (1 - β₁)·g;  v = β₂·v + (1 - β₂)·g²;  m̂ = m/(1 - β₁ᵗ);  v̂ = v/(1 - β₂ᵗ)
+    p = p - lr·(m̂/(√v̂ + eps) + weight_decay·p)
+    """
+    b1, b2 = betas
+    m = b1 * m + (1 - b1) * g
+    v = b2 * v + (1 - b2) * (g * g)
+    update = (m / (1 - b1 ** t)) / (xp_of(p).sqrt(v / (1 - b2 ** t)) + eps)
+    return p - lr * (update + weight_decay * p), m, v
+
+
+class AdamW:
+    """AdamW for named parameters; owns the moments m and v.  Weight decay applies to matrices, not to gains and biases."""
+
+    def __init__(self, lr: float, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
+                 weight_decay: float = 0.1) -> None:
+        if not (lr > 0 and math.isfinite(lr)):
+            raise ValueError(f"the learning rate must be a positive number, got {lr}")
+        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
+        self.t = 0
+        self.m: dict[str, Array] = {}
+        self.v: dict[str, Array] = {}
+
+    def step(self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The new parameters.  Error: LayoutError for a gradient that still has to be reduced."""
+        self.t += 1
+        out = {}
+        for name, p in params.items():
+            g = grads[name]
+            if g.partial:
+                raise LayoutError(f"the gradient of {name} is partial over {'+'.join(sorted(g.partial))}: reduce_gradients "
+                                  f"first, the update of a sum is not the sum of updates")
+            zero = xp_of(p.array).zeros(p.shape, p.dtype)
+            decay = self.weight_decay if len(p.shape) > 1 else 0.0
+            new, self.m[name], self.v[name] = adamw(p.array, g.array, self.m.get(name, zero), self.v.get(name, zero), t=self.t,
+                                                    lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=decay)
+            out[name] = Tensor(new, p.layout, name=name, cut=p.cut)
+        return out

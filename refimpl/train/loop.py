@@ -1,0 +1,128 @@
+"""The training loop: steps, a progress bar and a JSONL log on rank 0, and what a comparison with another run needs."""
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Mapping
+
+import numpy as np
+
+from refimpl import tensorfile
+from refimpl.autograd import Tensor
+from refimpl.comm import Ledger, Mesh
+from refimpl.models import Config, init, placements
+from refimpl.parallel import gather
+from refimpl.train.adamw import AdamW
+from refimpl.train.data import Sampler
+from refimpl.train.step import gradients
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to train.  batch_size counts the samples of a step over all ranks and micro-batches."""
+    steps: int = 60
+    batch_size: int = 8
+    seq_len: int = 64
+    accumulate: int = 1
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    seed: int = 0
+    dtype: str = "float64"
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "seq_len", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass
+class Result:
+    """params and grads (of the last step) are this rank's parts; `payload` is what travelled in the last step."""
+    params: dict[str, Tensor]
+    losses: list[float]
+    payload: dict[str, int]
+    tokens_per_second: float
+
+
+def train(corpus: np.ndarray, cfg: Config, options: Options, mesh: Mesh, out: Path | None = None, bar: bool = False) -> Result:
+    """Train from the hash's initial weights.  With `out`, rank 0 writes log.jsonl and, for comparisons, the gradient of the
+    first and last step and the final parameters, gathered, as safetensors.
+
+    Error: ArithmeticError, on every rank, where the loss is no longer finite; it names the step.
+    """
+    sampler = Sampler(corpus, options.seq_len, options.seed)
+    params = init(cfg, mesh, options.seed, options.dtype)
+    optimizer = AdamW(options.lr, weight_decay=options.weight_decay)
+    speaks = mesh.world.rank == 0
+    log = Log(out if speaks else None, {"config": cfg.to_dict(), "options": asdict(options), "mesh": str(mesh)})
+    losses: list[float] = []
+    payload: dict[str, int] = {}
+    seconds = 0.0
+    tokens = options.batch_size * options.seq_len
+    for step in progress(options.steps, bar and speaks):
+        mesh.ledger.clear()
+        start = time.perf_counter()
+        batches = sampler.step(step, options.batch_size, options.accumulate, mesh)
+        g = gradients(params, batches, cfg, mesh, options.seed, step)
+        if not math.isfinite(g.loss):
+            raise ArithmeticError(f"the loss is {g.loss} at step {step + 1}: try a smaller learning rate than {options.lr}")
+        params = optimizer.step(params, g.grads)
+        elapsed = time.perf_counter() - start
+        seconds += elapsed
+        losses.append(g.loss)
+        payload = payload_by_axis(mesh.ledger)
+        log.write(step=step + 1, loss=g.loss, seconds=round(elapsed, 6), tokens_per_second=round(tokens / elapsed, 1))
+        if out and step in (0, options.steps - 1):
+            save(out / f"grads_{'first' if step == 0 else 'last'}.safetensors", g.grads, cfg, mesh)
+    if out:
+        save(out / "params.safetensors", params, cfg, mesh)
+    log.close()
+    return Result(params, losses, payload, options.steps * tokens / seconds)
+
+
+def payload_by_axis(ledger: Ledger) -> dict[str, int]:
+    """Elements by mesh axis."""
+    axes = sorted({key.axes for key, _ in ledger.rows()})
+    return {axis: ledger.total(axis).elements for axis in axes}
+
+
+def save(path: Path, tensors: Mapping[str, Tensor], cfg: Config, mesh: Mesh) -> None:
+    """The global arrays of `tensors` as one file, written by rank 0 under another name first: never half a file."""
+    whole = gather(tensors, placements(cfg, mesh), mesh)
+    if mesh.world.rank == 0:
+        part = path.with_suffix(".part")
+        tensorfile.write(part, whole)
+        part.replace(path)
+
+
+def progress(steps: int, bar: bool) -> Any:
+    """range(steps), with a progress bar where one is wanted and tqdm is there."""
+    if not bar:
+        return range(steps)
+    try:
+        import tqdm
+    except ImportError:
+        print("no progress bar: pip install 'refimpl[run]' brings tqdm", flush=True)
+        return range(steps)
+    return tqdm.trange(steps, unit="step", dynamic_ncols=True)
+
+
+class Log:
+    """JSON lines: the run first, then one line a step."""
+
+    def __init__(self, folder: Path | None, run: dict[str, Any]) -> None:
+        self.file = None
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file = open(folder / "log.jsonl", "w", encoding="utf-8")
+            self.write(**run)
+
+    def write(self, **row: Any) -> None:
+        if self.file:
+            self.file.write(json.dumps(row) + "\n")
+            self.file.flush()
+
+    def close(self) -> None:
+        if self.file:
+            self.file.close()

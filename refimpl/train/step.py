@@ -1,0 +1,40 @@
+"""One training step: forward and backward of every micro-batch, one reduction, one division, one update."""
+from dataclasses import dataclass
+from typing import Iterable, Mapping
+
+import numpy as np
+
+from refimpl.autograd import Layout, Params, Tensor, value_and_grad
+from refimpl.comm import Mesh
+from refimpl.models import Config, Context, decoder
+from refimpl.parallel import divide_by_count, reduce_gradients, total_over
+from refimpl.train.data import Batch
+
+OVER_SAMPLES = Layout(frozenset({"dp"}))
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The mean loss per valid target over all ranks and micro-batches, how many there were, and its gradient."""
+    loss: float
+    count: int
+    grads: dict[str, Tensor]
+
+
+def gradients(params: Mapping[str, Tensor], batches: Iterable[Batch], cfg: Config, mesh: Mesh, seed: int = 0,
+              step: int | None = None) -> Gradients:
+    """Loss and gradient of a whole batch, equal on every mesh.  `step` None: without dropout."""
+    total = count = 0.0
+    grads: dict[str, Tensor] = {}
+    for batch in batches:
+        ctx = Context(mesh, batch.rows, np.arange(batch.tokens.shape[1]), seed=seed, step=step)
+        tokens = Tensor(batch.tokens, OVER_SAMPLES)
+
+        def loss(p: Params) -> tuple[Tensor, Tensor]:
+            return decoder.loss(tokens, batch.targets, p, cfg, ctx)
+        (part, valid), new = value_and_grad(loss, params)
+        total, count = total + float(part), count + float(valid)
+        grads = {name: Tensor(grads[name].array + g.array, g.layout) if grads else g for name, g in new.items()}
+    total, count = total_over(mesh, total, count)
+    grads = divide_by_count(reduce_gradients(grads, mesh), int(count))
+    return Gradients(total / count, int(count), grads)

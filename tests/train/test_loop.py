@@ -1,0 +1,83 @@
+"""Localises faults of the loop: what it logs, what it saves, and what it says when the loss is gone."""
+import json
+
+import numpy as np
+import pytest
+
+from refimpl import tensorfile
+from refimpl.analysis import step_payload
+from refimpl.comm import Mesh
+from refimpl.golden import compare, gauge_scales
+from refimpl.models import Config, init, parameters
+from refimpl.train import Options, train
+
+CFG = Config(vocab_size=17, n_layers=2, n_heads=4, d_model=8, max_seq_len=6)
+CORPUS = np.arange(300) * 31 % 97 % 17
+OPTIONS = Options(steps=3, batch_size=4, seq_len=6, lr=1e-3)
+
+
+def test_sharded_training_equals_serial_training(ranks, tmp_path):
+    serial = train(CORPUS, CFG, OPTIONS, Mesh(), tmp_path / "serial")
+    gauges = {name for name, row in parameters(CFG, Mesh()).items() if row.gauge}
+
+    def check(mesh):
+        if 4 % mesh.dp.size or mesh.tp.size > 4:
+            return
+        out = tmp_path / str(mesh)
+        result = train(CORPUS, CFG, OPTIONS, mesh, out)
+        np.testing.assert_allclose(result.losses, serial.losses, rtol=1e-12)
+        mesh.world.barrier()
+        if mesh.world.rank == 0:
+            for file in ("grads_first", "grads_last"):
+                a, b = (tensorfile.read(folder / f"{file}.safetensors") for folder in (out, tmp_path / "serial"))
+                worst = compare(a, b, gauge_scales(gauges))[0]
+                assert worst.relative <= 1e-11, (file, worst)       # three steps: the updates' own differences come on top
+    ranks.run_meshes(check)
+
+
+def test_the_payload_of_a_step_equals_the_formula(ranks):
+    def check(mesh):
+        if 4 % mesh.dp.size or mesh.tp.size > 4:
+            return
+        payload = train(CORPUS, CFG, OPTIONS, mesh).payload
+        assert payload == {axis: n for axis, (n, _) in step_payload(CFG, mesh, 4, 6).items()}
+    ranks.run_meshes(check)
+
+
+def test_the_log_is_json_lines(tmp_path):
+    result = train(CORPUS, CFG, OPTIONS, Mesh(), tmp_path)
+    run, *steps = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert run["config"] == CFG.to_dict() and run["mesh"] == "dp=1"
+    assert [row["step"] for row in steps] == [1, 2, 3] and [row["loss"] for row in steps] == result.losses
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["grads_first.safetensors", "grads_last.safetensors", "log.jsonl",
+                                                          "params.safetensors"]
+
+
+def test_training_learns_a_periodic_text():
+    # with a period of 5 every token follows from the one before: the loss must go from ln V to nearly 0
+    result = train(np.arange(200) % 5, CFG, Options(steps=120, batch_size=4, seq_len=6, lr=1e-2), Mesh())
+    assert abs(result.losses[0] - np.log(17)) < 0.1 and result.losses[-1] < 0.1
+
+
+def test_float32_trains_in_float32_and_near_float64():
+    runs = {dtype: train(CORPUS, CFG, Options(steps=3, batch_size=4, seq_len=6, dtype=dtype), Mesh())
+            for dtype in ("float32", "float64")}
+    assert all(p.dtype == np.float32 for p in runs["float32"].params.values())
+    np.testing.assert_allclose(runs["float32"].losses, runs["float64"].losses, rtol=1e-5)
+
+
+def test_a_lost_loss_stops_with_its_step(monkeypatch):
+    def poisoned(cfg, mesh, seed, dtype):
+        params = init(cfg, mesh, seed, dtype)
+        params["norm.g"].array[:] = np.inf
+        return params
+    monkeypatch.setattr("refimpl.train.loop.init", poisoned)
+    with pytest.raises(ArithmeticError, match="the loss is nan at step 1: try a smaller learning rate than 0.001"), \
+            np.errstate(invalid="ignore"):
+        train(CORPUS, CFG, OPTIONS, Mesh())
+
+
+@pytest.mark.parametrize("name", ["steps", "batch_size", "seq_len", "accumulate"])
+def test_senseless_options_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        Options(**{name: 0})
