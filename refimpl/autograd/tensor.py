@@ -52,6 +52,9 @@ class Tensor:
     def __float__(self) -> float:
         return float(self.array)
 
+    def __int__(self) -> int:
+        return int(self.array)
+
     def __repr__(self) -> str:
         tags = "".join(f", {k}={'+'.join(sorted(v))}" for k, v in self.layout._asdict().items() if v)
         name = f"{self.name}: " if self.name else ""

@@ -44,8 +44,7 @@ def _difference(name: str, a: np.ndarray, e: np.ndarray, scale: float) -> Differ
         return Difference(name, 0.0, ())
     with np.errstate(invalid="ignore"):
         d = np.abs(a.astype("float64") - e)
-    d[(a == e) | (np.isnan(a) & np.isnan(e))] = 0.0
-    d[np.isnan(d)] = np.inf
+    d = np.where((a == e) | (np.isnan(a) & np.isnan(e)), 0.0, np.where(np.isnan(d), np.inf, d))
     index = np.unravel_index(int(np.argmax(d)), d.shape)
     worst = float(d[index])
     return Difference(name, worst / scale if scale else worst and np.inf, tuple(map(int, index)))

@@ -9,6 +9,7 @@ from typing import Any, Mapping
 import numpy as np
 
 from refimpl import tensorfile
+from refimpl.array import float_dtype
 from refimpl.autograd import Tensor
 from refimpl.comm import Ledger, Mesh
 from refimpl.models import Config, init, placements
@@ -34,6 +35,7 @@ class Options:
         for name in ("steps", "batch_size", "seq_len", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        float_dtype(self.dtype)
 
 
 @dataclass

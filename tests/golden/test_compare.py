@@ -13,6 +13,10 @@ def test_the_difference_is_relative_to_the_arrays_scale_and_the_worst_comes_firs
     assert (second.name, second.relative, second.index) == ("large", 1e-6, (0, 1))
 
 
+def test_a_scalar_is_compared_as_an_array_of_one_element():
+    assert compare({"loss": np.float64(3.0)}, {"loss": np.array(2.0)})[0].relative == 0.5
+
+
 def test_equal_sets_have_difference_zero_also_at_nan_and_infinity():
     a = {"x": np.array([1.0, np.nan, np.inf, -np.inf])}
     assert compare(a, a)[0].relative == 0

@@ -68,11 +68,13 @@ def test_micro_batches_and_ranks_without_valid_targets_add_zero(ranks):
 
 
 def test_a_batch_without_any_valid_target_is_an_error(ranks):
+    batch = SAMPLER.batch(np.arange(2))
+    blank = dataclasses.replace(batch, targets=np.full_like(batch.targets, -100))
+
     def check(comm):
-        batch = SAMPLER.batch(np.arange(2))
+        mesh = Mesh(dp=comm.size, comm=comm)
         with pytest.raises(ValueError, match="no valid target"):
-            gradients(init(CFG, Mesh(dp=comm.size, comm=comm), 0),
-                      [dataclasses.replace(batch, targets=np.full_like(batch.targets, -100))], CFG, Mesh(dp=comm.size, comm=comm))
+            gradients(init(CFG, mesh, 0), [blank], CFG, mesh)
     ranks.run(check)
 
 
