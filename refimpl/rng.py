@@ -43,10 +43,10 @@ def draw24(key: int, index: Array) -> Array:
     """Draw number `index` (any integer array) of the stream `key`: uniform integers in [0, 2**24), as uint64."""
     xp = xp_of(index)
     one = xp.uint64                                     # wrap-around in uint64 is what the hash is made of
-    z = (index.astype(xp.uint64) + one(1)) * one(GOLDEN_GAMMA) + one(key)
+    z = (index.astype(xp.uint64).reshape(-1) + one(1)) * one(GOLDEN_GAMMA) + one(key)     # numpy scalars would warn of it
     z = (z ^ (z >> one(30))) * one(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> one(27))) * one(0x94D049BB133111EB)
-    return (z ^ (z >> one(31))) >> one(40)
+    return ((z ^ (z >> one(31))) >> one(40)).reshape(index.shape)
 
 
 def flat_index(coordinates: Sequence[Array], shape: Sequence[int]) -> Array:
@@ -58,17 +58,17 @@ def flat_index(coordinates: Sequence[Array], shape: Sequence[int]) -> Array:
     for k, (where, size) in enumerate(zip(coordinates, shape)):
         along = where.reshape([-1 if j == k else 1 for j in range(len(shape))])
         index = index * size + along.astype("int64")
-    return index
+    return index if coordinates else np.zeros((), "int64")
 
 
 def uniform_weights(key: int, index: Array, scale: float, dtype: str = "float64") -> Array:
     """Uniform on [-scale, scale): (n - 2**23) * 2**-23 * scale.  Exact in float32 when `scale` is a power of two."""
     n = draw24(key, index).astype("int64")
-    return ((n - 2 ** 23).astype(dtype)) * np.dtype(dtype).type(scale * 2.0 ** -23)
+    return ((n - 2 ** 23).astype(dtype) * np.dtype(dtype).type(scale * 2.0 ** -23)).reshape(index.shape)
 
 
 def integers(key: int, index: Array, below: int) -> Array:
     """Integers in [0, below) for the draws `index`; two draws a number, so that `below` may be up to 2**40."""
-    high, low = draw24(key, 2 * index), draw24(key, 2 * index + 1)
-    xp = xp_of(index)
+    xp, first = xp_of(index), 2 * index.astype("int64")
+    high, low = draw24(key, first), draw24(key, first + 1)
     return ((high << xp.uint64(24) | low) % xp.uint64(below)).astype("int64")

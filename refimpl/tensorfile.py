@@ -4,8 +4,8 @@
     n bytes   JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}, space padded
     the rest  the arrays, C order, little endian, one after another
 
-A file is hostile until checked: the header is bounded, every entry must lie inside the file and have exactly the size
-that its shape says, entries must not overlap, and nothing is allocated that the file does not hold.
+A file is hostile until checked: the header is bounded, every entry must have exactly the size that its shape says, entries
+must follow one another from the first byte to the last, and nothing is allocated that the file does not hold.
 Reference: the safetensors format description (Hugging Face).
 """
 import json
@@ -29,12 +29,15 @@ class TensorFileError(ValueError):
 def write(path: str | os.PathLike, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> None:
     """Write `tensors` in sorted order of their names; the same content gives the same bytes.
 
-    Non-contiguous arrays are written in logical (C) order.  Errors: TensorFileError for a dtype the format lacks.
+    Non-contiguous arrays are written in logical (C) order.  Errors: TensorFileError for a dtype the format lacks, and for the
+    name "__metadata__", which the format keeps for itself.
     """
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     begin = 0
     for name in sorted(tensors):
         a = np.asarray(tensors[name])
+        if name == "__metadata__":
+            raise TensorFileError("no tensor can be called __metadata__")
         if a.dtype.newbyteorder("<") not in CODES:
             raise TensorFileError(f"tensor {name!r} has dtype {a.dtype}: the format knows {', '.join(map(str, CODES))}")
         header[name] = {"dtype": CODES[a.dtype.newbyteorder("<")], "shape": list(a.shape),
@@ -58,7 +61,9 @@ def read_header(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, str]
             raise TensorFileError(f"{path}: the header claims {n} bytes, the file has {size}")
         try:
             header = json.loads(file.read(n).decode("utf-8"), object_pairs_hook=_unique)
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except TensorFileError as error:
+            raise TensorFileError(f"{path}: {error}") from None
+        except (ValueError, RecursionError) as error:           # not utf-8, not JSON, a number of 5000 digits
             raise TensorFileError(f"{path}: the header is not JSON ({error})") from None
     if not isinstance(header, dict):
         raise TensorFileError(f"{path}: the header is not a JSON object")
@@ -66,8 +71,10 @@ def read_header(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, str]
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise TensorFileError(f"{path}: __metadata__ must map names to strings")
     spans = sorted(_check_entry(path, name, entry, size - 8 - n) for name, entry in header.items())
-    if any(end > begin for (_, end), (begin, _) in zip(spans, spans[1:])):
-        raise TensorFileError(f"{path}: two tensors share bytes")
+    for (_, end), (begin, _) in zip([(0, 0), *spans], [*spans, (size - 8 - n, 0)]):
+        if end != begin:
+            raise TensorFileError(f"{path}: " + (f"two tensors share bytes {begin}..{end}" if end > begin else
+                                                 f"bytes {end}..{begin} belong to no tensor"))
     return header, metadata, 8 + n
 
 
@@ -80,8 +87,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _check_entry(path: str | os.PathLike, name: str, entry: Any, available: int) -> tuple[int, int]:
     whole = isinstance(entry, dict) and set(entry) == {"dtype", "shape", "data_offsets"} and all(
-        isinstance(entry[k], list) and all(type(v) is int and v >= 0 for v in entry[k]) for k in ("shape", "data_offsets"))
-    if not whole or entry["dtype"] not in DTYPES or len(entry["data_offsets"]) != 2 or len(entry["shape"]) > 32:
+        isinstance(entry[k], list) and all(type(v) is int and 0 <= v < 2 ** 63 for v in entry[k])
+        for k in ("shape", "data_offsets")) and isinstance(entry["dtype"], str)
+    if not whole or entry["dtype"] not in DTYPES or len(entry["data_offsets"]) != 2 or len(entry["shape"]) > 32 \
+            or math.prod(max(n, 1) for n in entry["shape"]) >= 2 ** 59:         # numpy refuses [0, 2**62, 2**62]
         raise TensorFileError(f"{path}: the entry of {name!r} is malformed: {str(entry)[:200]}")
     begin, end = entry["data_offsets"]
     need = math.prod(entry["shape"]) * np.dtype(DTYPES[entry["dtype"]]).itemsize

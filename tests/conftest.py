@@ -5,6 +5,9 @@ each of THREAD_SIZES, on threads.  Started under mpirun (tests/run_mpi.py) only 
 ranks.  Assertions stand inside `fn`, so they run on all ranks; verdicts are gathered before one is raised.
 """
 import itertools
+import sys
+import time
+import traceback
 from dataclasses import dataclass
 from typing import Callable, Iterator
 
@@ -14,7 +17,10 @@ from refimpl.comm import Comm, Mesh, run_threads, world
 from refimpl.comm.launch import launcher, set_blas_threads
 
 THREAD_SIZES = (1, 2, 3, 4, 8)
+PATIENCE = 20.0                                         # seconds from one rank's failure to the end of the run
 WORLD = world() if launcher() else None
+APART = WORLD.raw.Dup() if WORLD is not None else None
+PYTEST: list[pytest.Config] = []
 set_blas_threads(1)
 
 
@@ -23,17 +29,24 @@ class Ranks:
     size: int
 
     def run(self, fn: Callable[[Comm], object]) -> None:
-        """`fn(comm)` on every rank; if it fails on any, the test fails on all, with every rank's error."""
+        """`fn(comm)` on every rank; if it fails on any, the test fails on all, with every rank's traceback."""
         if WORLD is None:
             run_threads(self.size, fn, timeout=60)
             return
         verdict = ""
+        WORLD.ledger.clear()
         try:
             fn(WORLD)
-        except Exception as error:
-            verdict = f"{type(error).__name__}: {error}"
+        except KeyboardInterrupt:
+            raise
+        except BaseException:                           # pytest.fail and pytest.raises raise no Exception
+            verdict = traceback.format_exc()
+            wait_for_the_others(verdict)
+        else:
+            wait_for_the_others("")
         verdicts = WORLD.gather_objects(verdict)
-        assert not any(verdicts), "\n".join(f"rank {r}: {v}" for r, v in enumerate(verdicts) if v)
+        if any(verdicts):
+            pytest.fail("\n".join(f"rank {r}: {v}" for r, v in enumerate(verdicts) if v), pytrace=False)
 
     def meshes(self) -> Iterator[dict[str, int]]:
         """Every dp x tp that these ranks can form."""
@@ -45,6 +58,22 @@ class Ranks:
         """`fn(mesh)` on every rank of every dp x tp."""
         for dims in self.meshes():
             self.run(lambda comm: fn(Mesh(**dims, comm=comm)))
+
+
+def wait_for_the_others(verdict: str) -> None:
+    """Under MPI: meet the other ranks apart from all collectives under test.  If this rank failed and they wait for it in
+    one of those, say why and end them all."""
+    request, start = APART.Ibarrier(), time.monotonic()
+    while not request.Test():
+        time.sleep(1e-4)
+        if verdict and time.monotonic() - start > PATIENCE:
+            PYTEST[0].pluginmanager.getplugin("capturemanager").suspend_global_capture()
+            sys.stderr.write(f"This rank failed, others still wait for it in a collective:\n{verdict}")
+            sys.exit(1)
+
+
+def pytest_configure(config):
+    PYTEST.append(config)
 
 
 def pytest_generate_tests(metafunc):

@@ -15,26 +15,41 @@ LIMIT = 300                                             # seconds
 
 def start(n: int, arguments: list[str]) -> int:
     command = [*mpirun_command(n), sys.executable, __file__, *arguments]
+    mpirun = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     try:
-        return subprocess.run(command, timeout=LIMIT, stdin=subprocess.DEVNULL).returncode
+        return mpirun.wait(LIMIT)
     except subprocess.TimeoutExpired:
         print(f"FAILED: the tests on {n} ranks did not end within {LIMIT} s", file=sys.stderr)
+        mpirun.terminate()                              # mpirun takes its ranks down with it
+        try:
+            mpirun.wait(10)
+        except subprocess.TimeoutExpired:
+            mpirun.kill()
         return 1
 
 
 def run(arguments: list[str]) -> int:
+    """The status of rank 0's pytest, or of the first rank that failed alone."""
     import pytest
+    comm = world()
     heard = io.StringIO()
-    if world().rank == 0:
-        return int(pytest.main(arguments))
-    with redirect_stdout(heard):
-        code = int(pytest.main(["-p", "no:cacheprovider", *arguments]))
-    if code:
-        sys.stderr.write(heard.getvalue())
-    return code
+    arguments = ["--color=no", *arguments]              # the launcher may give us a terminal of its own
+    if comm.rank == 0:
+        code = int(pytest.main(arguments))
+    else:
+        with redirect_stdout(heard):
+            code = int(pytest.main(["-p", "no:cacheprovider", *arguments]))
+    codes = [int(c) for c in comm.gather_objects(str(code))]            # nobody ends before rank 0 has reported
+    if code and not codes[0]:
+        sys.stderr.write(f"rank {comm.rank}:\n{heard.getvalue()}")
+        sys.stderr.flush()
+    return next((c for c in codes if c), 0)
 
 
 if __name__ == "__main__":
     if launcher():
-        sys.exit(run(sys.argv[1:]))
+        sys.stdout.flush()
+        code = run(sys.argv[1:])
+        sys.stdout.flush()
+        raise SystemExit(code)                          # all ranks end with the same status: none needs to abort the others
     sys.exit(start(int(sys.argv[1]), sys.argv[2:]))

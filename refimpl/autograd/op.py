@@ -14,7 +14,7 @@ from functools import partial, wraps
 from typing import Any, Callable, Iterator
 
 from refimpl.array import freeze
-from refimpl.autograd.layout import Layout, LayoutError, join
+from refimpl.autograd.layout import Layout, LayoutError, join, names
 from refimpl.autograd.tensor import Params, Tensor
 
 
@@ -48,11 +48,13 @@ def call(op: Any, arrays: Any, static: dict[str, Any]) -> tuple[Any, Any]:
 
 def named_call(op: Any, name: str, arrays: Any, static: dict[str, Any]) -> tuple[Any, Any]:
     """`call` under a name, for frames to show; seams inside the op are named below it."""
-    before, stack.name = stack.enter(name), name
+    before, outer = stack.enter(name), stack.name
+    stack.name = name
     try:
         return call(op, arrays, static)
     finally:
         stack.enter(*before)
+        stack.name = outer
 
 
 def join_name(scope: str, name: str) -> str:
@@ -91,12 +93,18 @@ class Op:
                     if tape is not None and a.tape is not tape:
                         raise ValueError(f"{self.name}: its inputs belong to two different value_and_grad calls")
                     tape = a.tape
-            else:
+            elif a is None or hasattr(a, "dtype"):
                 arrays.append(a)
+            else:
+                raise TypeError(f"{self.name}: argument {len(arrays)} is a {type(a).__name__}: arrays are given by position, "
+                                f"anything else by name")
         for key, value in static.items():
-            if type(value) is Tensor:
-                raise TypeError(f"{self.name}: {key} is a Tensor given by name; arrays are given by position")
+            if type(value) is Tensor or getattr(value, "shape", None):
+                raise TypeError(f"{self.name}: {key} is a {type(value).__name__} given by name: arrays are given by position")
         layout = self.layout(args, static) if self.layout else join(self, tensors)
+        if layout.partial and self.linearity == "joint" and len(tensors) < len(args):
+            raise LayoutError(f"{self.name} of a value that is partial over {names(layout.partial)} and a plain array: the "
+                              f"latter would be counted once per rank; reduce_from before the {self.name}")
         scope, weight = stack.scope, None
         if self.named_by is not None:
             weight = getattr(args[self.named_by], "name", None)
@@ -123,12 +131,12 @@ class Op:
 
 def derived_from(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     """The parameters a value is made of, when it is made of parameters alone (the transpose of a tied embedding)."""
-    leaves: tuple[Tensor, ...] = ()
+    leaves: dict[Tensor, None] = {}                     # in order, each once, though x + x is made of x twice
     for t in tensors:
         if not t.leaves:
             return ()
-        leaves += t.leaves
-    return leaves
+        leaves.update(dict.fromkeys(t.leaves))
+    return tuple(leaves)
 
 
 def op(array: Callable | None = None, **traits: Any) -> Any:

@@ -83,6 +83,9 @@ class Tape:
         xp = xp_of(*seeds.values())
         before = stack.enter(stack.scope, "backward" if stack.phase == "forward" else stack.phase)
         try:
+            if on_leaf:
+                for unused in [s for s, uses in self.uses.items() if uses == 0]:
+                    on_leaf(self.leaves[unused].name, self.gradient(unused, grads))
             while self.nodes:
                 node = self.nodes.pop()
                 dys = [grads.pop(s, None) for s in node.outputs]
@@ -126,7 +129,7 @@ def value_and_grad(fn: Callable[[Params], Any], params: Mapping[str, Tensor], on
 
     fn       returns a scalar Tensor, or a tuple whose first element is that scalar; the value comes back without a tape
     grads    a gradient that still has to be summed over mesh axes says so: it is `partial` over them
-    on_leaf  called as on_leaf(name, grad) during the sweep, as soon as a parameter's gradient is complete
+    on_leaf  called as on_leaf(name, grad) during the sweep, once for every parameter, as soon as its gradient is complete
     Errors:  ValueError if the result is no scalar or does not depend on any parameter
     """
     tape = Tape()
@@ -165,6 +168,8 @@ def recompute(fn: Callable, *args: Any) -> Tensor:
         return Tensor(t.array, t.layout, None, t.name, t.cut)
 
     y = fn(*rebuild([detached(t) for t in flat]))
+    if y.tape is not None:
+        raise ValueError("recompute: the function uses a Tensor that is not among its arguments, whose gradient would be lost")
     scope = stack.scope
 
     def vjp(dy: Array) -> tuple[Array | None, ...]:

@@ -22,22 +22,23 @@ SIZES = {"PMI_SIZE": "MPICH's or Intel MPI's mpirun", "OMPI_COMM_WORLD_SIZE": "O
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
-def launcher() -> tuple[str, int] | None:
-    """The launcher that started this process and the number of ranks it started, None without one."""
+def launcher() -> tuple[str, int | None] | None:
+    """The launcher that started this process and the number of ranks it started (None: it does not say); None without one."""
     for variable, who in SIZES.items():
         if os.environ.get(variable, "").isdecimal():
             return who, int(os.environ[variable])
-    return None
+    return ("a PMIx launcher (srun --mpi=pmix, prun)", None) if "PMIX_RANK" in os.environ else None
 
 
-def world() -> Comm:
+def world(checked: bool = True) -> Comm:
     """All ranks of this program: MPI's under mpirun, else one.  Sets the BLAS threads of this process.
 
-    Error: CommError, when the launcher started N processes and the MPI library of mpi4py knows of another number.
+    checked  compare what the ranks do before each collective (mpi.py); a benchmark may turn it off
+    Error:   CommError, when the launcher started N processes and the MPI library of mpi4py knows of another number
     """
     started = launcher()
-    comm: Comm = mpi_world() if started else SerialComm()
-    if started and comm.size != started[1]:
+    comm: Comm = mpi_world(checked) if started else SerialComm()
+    if started and started[1] not in (None, comm.size):
         raise CommError(
             f"{started[0]} started {started[1]} processes, but the MPI library that mpi4py loaded sees {comm.size}: "
             f"each would believe to be alone.  Use the mpirun of that library ({library(load_mpi())}); "
@@ -61,6 +62,9 @@ def launch(main: Callable[[Comm], Any], ranks: Sequence[int] | None = None, argv
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulate", type=int, metavar="N", help="run N ranks as threads of this process, without MPI")
     simulate = parser.parse_args(argv).simulate
+    if simulate is not None and (simulate < 1 or launcher()):
+        parser.error("--simulate N is for a process of its own, not under mpirun" if launcher() else
+                     f"--simulate needs at least 1 rank, got {simulate}")
     try:
         comm = SerialComm() if simulate else world()
     except CommError as error:
@@ -78,16 +82,16 @@ def launch(main: Callable[[Comm], Any], ranks: Sequence[int] | None = None, argv
         return
     try:
         main(comm)
-    except SystemExit as status:
-        if status.code and isinstance(comm, MpiComm):
-            sys.exit(status.code)                       # the hook of mpi.py: ends all ranks
-        raise
+    except SystemExit as status:                        # sys.exit(0) on a rank is a return
+        if status.code:
+            sys.exit(status.code)                       # under MPI the hook of mpi.py: ends all ranks
+    comm.agree("the end of the program")                # a rank that returns early is an error where others still wait
 
 
 def mpirun_command(n: int) -> list[str]:
     """The command that starts `n` ranks: the mpirun beside this Python, else the one on PATH.
 
-    Open MPI wants to be told that root and more ranks than cores are meant; these flags are given only where needed.
+    Open MPI wants to be told that more ranks than (physical) cores are meant, and that root is.
     Error: CommError where there is no mpirun.
     """
     beside = Path(sys.executable).parent / "mpirun"
@@ -98,8 +102,7 @@ def mpirun_command(n: int) -> list[str]:
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
     flags = []
     if "Open MPI" in version or "prrte" in version.lower():
-        flags += ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        flags += ["--oversubscribe"] if n > len(np.flatnonzero(affinity())) else []
+        flags = ["--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
     return [mpirun, *flags, "-n", str(n)]
 
 
@@ -107,19 +110,25 @@ def mpirun_command(n: int) -> list[str]:
 
 
 def default_blas_threads(comm: Comm) -> int:
-    """This process' share of the cores: own affinity / local ranks that share it, capped by the cgroup's quota.
+    """This process' share of the cores (`share_of_cores`)."""
+    mine = affinity()
+    everybody = mine[None, :]
+    if isinstance(comm, MpiComm) and comm.size > 1:
+        node = MpiComm(comm.raw.Split_type(comm.MPI.COMM_TYPE_SHARED), ("node",), checked=comm.checked)
+        everybody = node.all_gather(mine[None, :], axis=0)
+        node.raw.Free()
+    return share_of_cores(mine, everybody, cgroup_cores())
+
+
+def share_of_cores(mine: np.ndarray, everybody: np.ndarray, quota: float | None) -> int:
+    """Own cores / ranks of this node that may run on any of them, capped by the cgroup's quota per rank; at least 1.
 
     Open MPI binds ranks to cores, MPICH does not: counting the ranks whose affinity overlaps is right for both.
+    Shapes: mine bool[cores], everybody bool[ranks of this node, cores]
     """
-    mine = affinity()
-    overlapping = local = 1
-    if isinstance(comm, MpiComm) and comm.size > 1:
-        node = MpiComm(comm.raw.Split_type(comm.MPI.COMM_TYPE_SHARED), ("node",))
-        everybody = node.all_gather(mine[None, :], axis=0)
-        local, overlapping = node.size, int(np.sum((everybody & mine).any(axis=1)))
-    threads = int(mine.sum()) // overlapping
-    quota = cgroup_cores()
-    return max(1, threads if quota is None else min(threads, int(quota / local)))
+    overlapping = int((everybody & mine).any(axis=1).sum())
+    threads = int(mine.sum()) // max(1, overlapping)
+    return max(1, threads if quota is None else min(threads, int(quota / len(everybody))))
 
 
 def affinity() -> np.ndarray:
@@ -136,9 +145,9 @@ def cgroup_cores(path: str = "/sys/fs/cgroup/cpu.max") -> float | None:
     """Cores that the control group's quota amounts to, None without a quota."""
     try:
         quota, period = Path(path).read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError):
         return None
-    return None if quota == "max" else int(quota) / int(period)
 
 
 def set_blas_threads(n: int) -> None:

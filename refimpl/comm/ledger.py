@@ -4,7 +4,6 @@ Payload is what a rank hands to the call: all elements of an all_reduce's or red
 all_gather.  What an algorithm then puts on the wire (a ring all-reduce: 2(p-1)/p of the payload per rank) is a model, and
 is not counted here.  Nothing travels on a mesh axis of size 1, and nothing is counted.
 """
-import threading
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Iterator, NamedTuple
@@ -29,15 +28,13 @@ class Ledger:
 
     def __init__(self) -> None:
         self.totals: dict[Key, Total] = defaultdict(Total)
-        self.lock = threading.Lock()
 
     def add(self, key: Key, elements: int, nbytes: int, seconds: float) -> None:
-        with self.lock:
-            total = self.totals[key]
-            total.calls += 1
-            total.elements += elements
-            total.bytes += nbytes
-            total.seconds += seconds
+        total = self.totals[key]
+        total.calls += 1
+        total.elements += elements
+        total.bytes += nbytes
+        total.seconds += seconds
 
     def total(self, axes: str | None = None, operation: str | None = None, phase: str | None = None) -> Total:
         """The sum of the rows that match; None matches everything."""

@@ -2,6 +2,7 @@
 
 `run_threads(4, fn)` calls `fn(comm)` on four threads.  As strict as MPI: messages are copied, ranks that call different
 collectives, or with different shapes, all get the same error; a rank that raises or returns early ends all of them.
+And more: ranks that all wait for one another are found at once, not by a time limit.
 """
 import threading
 import time
@@ -9,70 +10,76 @@ from typing import Any, Callable
 
 import numpy as np
 
-from refimpl.comm.base import Comm, CommError
+from refimpl.comm.base import Comm, CommError, require_agreement
 from refimpl.comm.ledger import Ledger
+
+GRACE = 10.0                                            # seconds that the other ranks have to end after a failure
 
 
 class World:
-    """What the threads share: the rooms they meet in, who failed first and who has left."""
+    """What the threads share: the tables they meet at, who waits where, who failed first and who has ended.
+
+    Ranks here are numbers in the world.  `changed` guards everything and is notified of every change.
+    """
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout
-        self.rooms: dict[tuple[int, ...], Room] = {}
-        self.lock = threading.Lock()
+        self.changed = threading.Condition()
+        self.tables: dict[tuple[int, ...], dict[int, Any]] = {}     # group -> what its ranks have put down so far
+        self.waiting: dict[int, str] = {}                           # rank -> what it is doing
+        self.ended: set[int] = set()
         self.failure: tuple[int, BaseException] | None = None
-        self.left: set[int] = set()
+        self.verdict = ""                                           # why nobody needs to wait any longer
 
-    def room(self, ranks: tuple[int, ...]) -> "Room":
-        with self.lock:
-            return self.rooms.setdefault(ranks, Room(self, ranks))
+    def exchange(self, group: tuple[int, ...], rank: int, item: Any, doing: str) -> list[Any]:
+        """Each rank of `group` puts an item on their table and takes everybody's, in the group's order."""
+        with self.changed:
+            table = self.tables.setdefault(group, {})
+            table[rank] = item
+            if len(table) == len(group):
+                del self.tables[group]                              # the next round gets a table of its own
+                for r in group:
+                    self.waiting.pop(r, None)
+                self.changed.notify_all()
+            else:
+                self.waiting[rank] = doing
+                deadline = time.monotonic() + self.timeout
+                while len(table) < len(group):
+                    self.require_hope([r for r in group if r not in table], deadline)
+                    self.changed.wait(max(0.0, deadline - time.monotonic()))
+            return [table[r] for r in group]
 
-    def leave(self, rank: int, error: BaseException | None) -> None:
-        with self.lock:
+    def require_hope(self, absent: list[int], deadline: float) -> None:
+        """Error: CommError, the same for all who wait, once the absent ranks cannot come any more."""
+        gone = [r for r in absent if r in self.ended]
+        reason = ""
+        if self.failure:
+            rank, error = self.failure
+            reason = f"rank {rank} failed ({type(error).__name__}: {error})"
+        elif gone:
+            reason = f"rank {gone[0]} has ended"
+        elif len(self.waiting) + len(self.ended) == self.size:
+            reason = "the ranks wait for one another"
+        elif time.monotonic() > deadline:
+            reason = f"rank {absent[0]} did not come within {self.timeout:g} s"
+        if reason and not self.verdict:
+            self.verdict = "; ".join([reason, *(f"rank {r} waits in {doing}" for r, doing in sorted(self.waiting.items()))])
+            self.changed.notify_all()
+        if self.verdict:
+            raise CommError(self.verdict)
+
+    def end(self, rank: int, error: BaseException | None) -> None:
+        with self.changed:
             if error is not None and self.failure is None:
                 self.failure = rank, error
-            self.left.add(rank)
-            rooms = list(self.rooms.values())
-        for room in rooms:
-            with room.meeting:
-                room.meeting.notify_all()
+            self.ended.add(rank)
+            self.changed.notify_all()
 
-
-class Room:
-    """Where the ranks of one group meet: each puts an item on the table and takes everybody's."""
-
-    def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
-        self.world, self.ranks = world, ranks
-        self.meeting = threading.Condition()
-        self.table: dict[int, Any] = {}
-        self.result: list[Any] = []
-        self.round = 0
-
-    def exchange(self, rank: int, item: Any, doing: str) -> list[Any]:
-        deadline = time.monotonic() + self.world.timeout
-        with self.meeting:
-            this_round = self.round
-            self.table[rank] = item
-            if len(self.table) == len(self.ranks):
-                self.result, self.table = [self.table[r] for r in range(len(self.ranks))], {}
-                self.round += 1
-                self.meeting.notify_all()
-            while self.round == this_round:
-                self.give_up_if_hopeless(rank, doing, deadline)
-                self.meeting.wait(max(0.0, deadline - time.monotonic()))
-            return self.result
-
-    def give_up_if_hopeless(self, rank: int, doing: str, deadline: float) -> None:
-        me = self.ranks[rank]
-        absent = [r for i, r in enumerate(self.ranks) if i not in self.table]
-        if self.world.failure:
-            failed, error = self.world.failure
-            raise CommError(f"rank {failed} failed ({type(error).__name__}: {error}) while rank {me} waited in {doing}")
-        gone = [r for r in absent if r in self.world.left]
-        if gone:
-            raise CommError(f"rank {gone[0]} has ended while rank {me} waited for it in {doing}")
-        if time.monotonic() > deadline:
-            raise CommError(f"rank {absent[0]} did not come within {self.world.timeout:g} s; rank {me} waited in {doing}")
+    def wait_for_all(self) -> None:
+        """Return when all ranks have ended; after a failure a rank that goes on computing is given GRACE to end."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.failure or len(self.ended) == self.size)
+            self.changed.wait_for(lambda: len(self.ended) == self.size, GRACE)
 
 
 class ThreadComm(Comm):
@@ -81,43 +88,39 @@ class ThreadComm(Comm):
     def __init__(self, world: World, ranks: tuple[int, ...], rank: int, axes: tuple[str, ...] = ("world",),
                  ledger: Ledger | None = None) -> None:
         super().__init__(rank, len(ranks), axes, ledger)
-        self.world, self.ranks, self.place = world, ranks, world.room(ranks)
+        self.world, self.ranks = world, ranks
 
-    def sub(self, dims: dict[str, int], keep: tuple[str, ...]) -> Comm:
+    def exchange(self, item: Any, doing: str) -> list[Any]:
+        return self.world.exchange(self.ranks, self.ranks[self.rank], item, doing)
+
+    def _agree(self, claim: str, patience: float | None = None) -> None:
+        require_agreement(self.exchange(claim, claim), self.ranks)
+
+    def _sub(self, dims: dict[str, int], keep: tuple[str, ...]) -> Comm:
         grid = np.array(self.ranks).reshape(tuple(dims.values()))
         at = self.coordinates(dims)
-        ranks = grid[tuple(slice(None) if a in keep else at[a] for a in dims)].ravel()
-        return ThreadComm(self.world, tuple(map(int, ranks)), list(ranks).index(self.ranks[self.rank]), keep, self.ledger)
+        ranks = tuple(grid[tuple(slice(None) if a in keep else at[a] for a in dims)].ravel().tolist())
+        return ThreadComm(self.world, ranks, ranks.index(self.ranks[self.rank]), keep, self.ledger)
 
-    def meet(self, operation: str, x: np.ndarray, agree: tuple[Any, ...], **terms: Any) -> list[np.ndarray]:
-        """Everybody's x.  `agree` must be the same on all ranks, and so must `terms`."""
-        doing = f"{operation} over {self.name}"
-        claim = (operation, self.name, agree, x.dtype.str, tuple(terms.items()))
-        items = self.place.exchange(self.rank, (claim, x.copy()), doing)
-        for r, (other, _) in enumerate(items):
-            if other != items[0][0]:
-                raise CommError("the ranks do not agree on a collective: " + "; ".join(
-                    f"rank {self.ranks[k]} is in {c[0]} over {c[1]} with {c[3]}{list(c[2])} {dict(c[4]) or ''}".rstrip()
-                    for k, (c, _) in ((0, items[0]), (r, items[r]))))
-        return [item for _, item in items]
+    def everybodys(self, x: np.ndarray) -> list[np.ndarray]:
+        """The ranks' arrays.  Copies travel: the sender may change its array as soon as the call returns."""
+        return self.exchange(x.copy(), f"a collective over {self.name}")
 
     def _all_reduce(self, x: np.ndarray, how: str) -> np.ndarray:
-        parts = self.meet("all_reduce", x, x.shape, how=how)
-        return combine(parts, how)
+        return combine(self.everybodys(x), how)
 
     def _all_gather(self, x: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
-        return np.concatenate(self.meet("all_gather", x, x.shape[1:], sizes=sizes))
+        return np.concatenate(self.everybodys(x))
 
     def _reduce_scatter(self, x: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
         start = sum(sizes[:self.rank])
-        parts = self.meet("reduce_scatter", x, x.shape, sizes=sizes)
-        return combine([p[start:start + sizes[self.rank]] for p in parts], "sum")
+        return combine([part[start:start + sizes[self.rank]] for part in self.everybodys(x)], "sum")
 
     def _broadcast(self, x: np.ndarray, root: int) -> np.ndarray:
-        return self.meet("broadcast", x, x.shape, root=root)[root].copy()
+        return self.everybodys(x)[root].copy()
 
     def _barrier(self) -> None:
-        self.meet("barrier", np.zeros(0), ())
+        """To agree on the barrier was one."""
 
 
 def combine(parts: list[np.ndarray], how: str) -> np.ndarray:
@@ -129,7 +132,10 @@ def combine(parts: list[np.ndarray], how: str) -> np.ndarray:
 
 
 def run_threads(size: int, fn: Callable[[Comm], Any], timeout: float = 300.0) -> list[Any]:
-    """`fn(comm)` on `size` threads -> their results in rank order; the first rank's failure is raised."""
+    """`fn(comm)` on `size` threads -> their results in rank order.
+
+    Error: the first rank's failure, on which it is noted which rank that was.  sys.exit(0) on a rank is a return.
+    """
     world = World(size, timeout)
     results: list[Any] = [None] * size
 
@@ -137,16 +143,19 @@ def run_threads(size: int, fn: Callable[[Comm], Any], timeout: float = 300.0) ->
         error: BaseException | None = None
         try:
             results[rank] = fn(ThreadComm(world, tuple(range(size)), rank))
-        except BaseException as e:                      # also SystemExit: it must end all ranks, not one thread
+        except SystemExit as status:                    # would end this thread only
+            error = status if status.code else None
+        except BaseException as e:
             error = e
         finally:
-            world.leave(rank, error)
+            world.end(rank, error)
 
-    threads = [threading.Thread(target=body, args=(r,), name=f"rank {r}", daemon=True) for r in range(size)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    for r in range(size):
+        threading.Thread(target=body, args=(r,), name=f"rank {r}", daemon=True).start()
+    world.wait_for_all()
     if world.failure:
-        raise world.failure[1]
+        rank, error = world.failure
+        if size > 1 and hasattr(error, "add_note"):
+            error.add_note(f"This is rank {rank} of {size} ranks as threads.")
+        raise error
     return results

@@ -36,6 +36,8 @@ def softmax(x):
     Residuals:  y
     Reference:  Bridle 1990
     """
+    if x.ndim == 0:
+        raise ValueError("softmax: x[] has no last axis to normalise over")
     y = softmax_array(x)
 
     def vjp(dy):

@@ -2,6 +2,8 @@
 
 Shapes: `...` are any axes; a and b broadcast as numpy's arrays do.
 """
+from numbers import Real
+
 from refimpl.array import Array, xp_of
 from refimpl.autograd import Tensor, op
 
@@ -16,6 +18,13 @@ def unbroadcast(dy: Array, shape: tuple[int, ...]) -> Array:
     return dy.sum(axis=repeated, keepdims=True)
 
 
+def check_broadcast(op_name, a, b):
+    """Error: ValueError where the shapes of a and b do not broadcast."""
+    if any(m != n and 1 not in (m, n) for m, n in zip(a.shape[::-1], b.shape[::-1])):
+        raise ValueError(f"{op_name}: a{list(a.shape)} and b{list(b.shape)} do not broadcast: counted from the last axis, "
+                         f"sizes must be equal or 1")
+
+
 @op(linearity="joint")
 def add(a, b):
     """Sum.
@@ -26,6 +35,7 @@ def add(a, b):
     Residuals:  none
     Reference:  numpy broadcasting
     """
+    check_broadcast("add", a, b)
     y = a + b
     a_shape, b_shape = a.shape, b.shape
 
@@ -44,6 +54,7 @@ def mul(a, b):
     Residuals:  a, b
     Reference:  numpy broadcasting
     """
+    check_broadcast("mul", a, b)
     y = a * b
 
     def vjp(dy):
@@ -53,7 +64,7 @@ def mul(a, b):
 
 @op(linearity="each")
 def scale(x, by):
-    """Multiplication by a Python number, which keeps the dtype.
+    """Multiplication by a number, which keeps the dtype.
 
     Equation:   y = by·x
     Shapes:     x[...] -> y[...]
@@ -61,6 +72,7 @@ def scale(x, by):
     Residuals:  none
     Reference:  none needed
     """
+    by = float(by)                                      # a numpy float64 would promote float32
     y = x * by
 
     def vjp(dy):
@@ -89,8 +101,8 @@ def sum(x, axis=None, keepdims=False):
 
 
 def multiply(x, by):
-    """x * by for a Tensor or a Python number `by`."""
-    return mul(x, by) if isinstance(by, Tensor) else scale(x, by=by)
+    """x * by for a Tensor, an array or a number `by`."""
+    return scale(x, by=by) if isinstance(by, Real) else mul(x, by)
 
 
 Tensor.__add__, Tensor.__mul__, Tensor.__rmul__ = (lambda a, b: add(a, b)), multiply, multiply

@@ -52,9 +52,9 @@ def attention(q, k, v, mask=Mask(), scale=None):
     Residuals:  q, k, v, p
     Reference:  Vaswani et al. 2017, eq. 1.  torch scaled_dot_product_attention
     """
-    if q.ndim != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+    if not q.ndim == k.ndim == 4 or k.shape != v.shape or (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3] or None):
         raise ValueError(f"attention: q{list(q.shape)}, k{list(k.shape)}, v{list(v.shape)} must be [B, H, T, K], "
-                         f"[B, H, S, K], [B, H, S, K]")
+                         f"[B, H, S, K], [B, H, S, K] with K > 0")
     xp = xp_of(q)
     (T, K), S = q.shape[2:], k.shape[2]
     factor = 1 / math.sqrt(K) if scale is None else scale

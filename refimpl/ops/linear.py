@@ -3,6 +3,8 @@
 Shape letters: D inputs, F outputs, ... any leading axes.  Weights are stored (D, F): y = x @ w + b, so a column-parallel
 layer cuts axis 1 of w and a row-parallel layer axis 0.
 """
+import math
+
 from refimpl.autograd import Layout, LayoutError, Tensor, op, seam
 from refimpl.autograd.layout import join, names
 
@@ -19,14 +21,14 @@ def linear_layout(args, static):
     layout = join(linear, tensors)
     x, w, b = (*args, None)[:3]
     cut = getattr(w, "cut", {})
-    summed = frozenset(axis for axis, numpy_axis in cut.items() if numpy_axis == 0)
+    summed, name = frozenset(axis for axis, numpy_axis in cut.items() if numpy_axis == 0), getattr(w, "name", "") or "a weight"
+    if b is not None and summed | layout.partial:
+        raise LayoutError(f"linear: the product with {name} is partial over {names(summed | layout.partial)}; its bias would "
+                          f"be added once per rank: add it after reduce_from")
     if not summed:
         return layout
-    if b is not None:
-        raise LayoutError(f"linear: the product with {w.name} is partial over {names(summed)}; its bias would be added once "
-                          f"per rank: add it after reduce_from")
     if type(x) is Tensor and not summed <= x.varies:
-        raise LayoutError(f"linear: {w.name} is cut by rows over {names(summed)}, so x must be cut by columns there; it is "
+        raise LayoutError(f"linear: {name} is cut by rows over {names(summed)}, so x must be cut by columns there; it is "
                           f"replicated: scatter_to it first")
     return Layout(layout.varies, layout.partial | summed)
 
@@ -46,15 +48,16 @@ def linear(x, w, b=None):
         raise ValueError(f"linear: x{list(x.shape)}, w{list(w.shape)}, b{bias}: x's last axis must equal w's first, b's only "
                          f"axis w's second")
     D, F = w.shape
-    y = product(x.reshape(-1, D), w)                    # (N, F), N = all leading axes
+    N = math.prod(x.shape[:-1])                         # all leading axes; -1 would not do for D = 0
+    y = product(x.reshape(N, D), w)                     # (N, F)
     if b is not None:
         y += b
     y = y.reshape(*x.shape[:-1], F)
     biased = b is not None
 
     def vjp(dy):
-        dy2 = dy.reshape(-1, F)
+        dy2 = dy.reshape(N, F)
         dx = product(dy2, w.T).reshape(x.shape)
-        dw = product(x.reshape(-1, D).T, dy2)
+        dw = product(x.reshape(N, D).T, dy2)
         return dx, dw, dy2.sum(axis=0) if biased else None
     return y, vjp

@@ -17,10 +17,10 @@ def cross_entropy(logits, targets, ignore_index=IGNORE):
     Residuals:  p, rows, columns
     Reference:  Goodfellow et al. 2016, section 6.2.2.  torch cross_entropy(reduction="sum")
     """
-    V = logits.shape[-1]
+    V = logits.shape[-1] if logits.ndim else 0
     if targets.shape != logits.shape[:-1] or targets.dtype.kind not in "iu" or V == 0:
-        raise ValueError(f"cross_entropy: logits{list(logits.shape)} need integer targets{list(logits.shape[:-1])}, got "
-                         f"{targets.dtype}{list(targets.shape)}")
+        raise ValueError(f"cross_entropy: logits{list(logits.shape)} with V > 0 need integer targets"
+                         f"{list(logits.shape[:-1])}, got {targets.dtype}{list(targets.shape)}")
     xp = xp_of(logits)
     flat, ids = logits.reshape(-1, V), targets.reshape(-1)
     counted = ids != ignore_index

@@ -14,7 +14,7 @@ def layer_norm(x, g, b, eps=1e-5):
     Residuals:  xhat, r, g
     Reference:  Ba, Kiros, Hinton 2016, eq. 4.  HF GPT-2 `ln_1`, Megatron `FusedLayerNorm`
     """
-    D = x.shape[-1]
+    D = x.shape[-1] if x.ndim else 0
     if g.shape != (D,) or b.shape != (D,) or D == 0:
         raise ValueError(f"layer_norm: x{list(x.shape)} needs g and b of shape [{D}], D > 0; got g{list(g.shape)}, "
                          f"b{list(b.shape)}")

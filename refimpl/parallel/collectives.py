@@ -18,7 +18,7 @@ output (Replicated: identity; PerRank: all_reduce), so it has to be named.
 `comm` is a communicator of a mesh (`mesh.tp`).  Reference: Shoeybi et al. 2019 (Megatron-LM), section 3, figure 3.
 """
 from refimpl.autograd import Layout, LayoutError, Tensor, op
-from refimpl.autograd.layout import describe, names
+from refimpl.autograd.layout import NOWHERE, describe, names
 from refimpl.comm import shares
 
 
@@ -26,8 +26,8 @@ def rule(op_name, before, after):
     """The layout rule of a collective: checks that its input is `before` over comm's axes and makes it `after`."""
     def layout(args, static):
         x, axes = args[0], frozenset(static["comm"].axes)
-        if type(x) is not Tensor:
-            return Layout(axes) if after != "replicated" else Layout()
+        if type(x) is not Tensor:                       # a plain array is taken for what the op needs
+            return Layout(axes if after != "replicated" else NOWHERE, axes if after == "partial" else NOWHERE)
         varies, partial = x.layout
         state = "partial" if axes & partial else "varying" if axes & varies else "replicated"
         mixed = (axes & varies) not in (axes, frozenset()) or (axes & partial) not in (axes, frozenset())
@@ -37,7 +37,7 @@ def rule(op_name, before, after):
         if partial - axes and before != "partial":
             raise LayoutError(f"{op_name} of a value that is partial over {names(partial - axes)}: reduce_from it first")
         varies = varies - axes if after == "replicated" else varies | axes
-        return Layout(varies, (partial - axes) | (axes if after == "partial" else frozenset()))
+        return Layout(varies, (partial - axes) | (axes if after == "partial" else NOWHERE))
     return layout
 
 

@@ -35,10 +35,17 @@ Placement = Replicated | Cut
 
 
 def box(placement: Placement, shape: tuple[int, ...], mesh: Mesh) -> tuple[slice, ...]:
-    """The part of the global array of `shape` that this rank holds, as one slice per axis."""
+    """The part of the global array of `shape` that this rank holds, as one slice per axis.
+
+    Error: ValueError, the same on every rank, where the cut is not one of this mesh and this shape.
+    """
     where = [slice(0, n) for n in shape]
     if isinstance(placement, Cut):
-        where[placement.axis] = slice(*placement.bounds[mesh.comm(placement.over).rank])
+        comm, bounds = mesh.comm(placement.over), placement.bounds
+        if len(bounds) != comm.size or min(b[0] for b in bounds) != 0 or max(b[1] for b in bounds) != shape[placement.axis]:
+            raise ValueError(f"the bounds {bounds} do not cut axis {placement.axis} of an array of shape {tuple(shape)} over "
+                             f"{comm.name}={comm.size}")
+        where[placement.axis] = slice(*bounds[comm.rank])
     return tuple(where)
 
 

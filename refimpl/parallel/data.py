@@ -8,9 +8,9 @@ from typing import Mapping
 
 import numpy as np
 
-from refimpl.array import xp_of
+from refimpl.array import Array, xp_of
 from refimpl.autograd import Layout, Tensor, seam
-from refimpl.comm import Mesh
+from refimpl.comm import Comm, Mesh
 
 
 def reduce_gradients(grads: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
@@ -21,14 +21,19 @@ def reduce_gradients(grads: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tenso
             buckets.setdefault((g.partial, str(g.dtype)), []).append(name)
     out = dict(grads)
     for (axes, _), members in buckets.items():
-        xp = xp_of(grads[members[0]].array)
-        flat = mesh.comm(*axes).all_reduce(xp.concatenate([grads[name].array.reshape(-1) for name in members]))
-        start = 0
-        for name in members:
-            g = grads[name]
-            out[name] = Tensor(flat[start:start + g.array.size].reshape(g.shape), Layout(g.varies - axes))
-            start += g.array.size
+        arrays = [grads[name].array for name in members]
+        for name, total in zip(members, all_reduce_together(arrays, mesh.comm(*axes))):
+            out[name] = Tensor(total, Layout(grads[name].varies - axes))
     return out
+
+
+def all_reduce_together(arrays: list[Array], comm: Comm) -> list[Array]:
+    """The sums over ranks of several arrays of one dtype, by one all_reduce of all of them laid end to end."""
+    if comm.size == 1:
+        return arrays
+    ends = np.cumsum([a.size for a in arrays]).tolist()
+    flat = comm.all_reduce(xp_of(arrays[0]).concatenate([a.reshape(-1) for a in arrays]))
+    return [flat[end - a.size:end].reshape(a.shape) for a, end in zip(arrays, ends)]
 
 
 @seam

@@ -1,0 +1,242 @@
+"""Localises wrong numbers, aliased or edited buffers, and silence about wrong use, in the collectives of every backend."""
+import numpy as np
+import pytest
+
+from refimpl.autograd import Tensor
+from refimpl.comm import Comm, CommError, Mesh, SerialComm, shares
+
+DTYPES = ("float64", "float32", "float16", "int64", "int32", "uint8")
+
+
+def piece(rank, shape=(2, 3), dtype="float64"):
+    """A different array on every rank, the same wherever it is computed."""
+    return (np.arange(np.prod(shape, dtype=int)).reshape(shape) * (rank + 1) % 7).astype(dtype)
+
+
+def pieces(comm, *args, **kwargs):
+    return [piece(r, *args, **kwargs) for r in range(comm.size)]
+
+
+def own_call(comm, name, x):
+    """The collective `name` of x, in a form that every rank may use."""
+    return {"all_reduce": lambda: comm.all_reduce(x), "all_gather": lambda: comm.all_gather(x, axis=0),
+            "reduce_scatter": lambda: comm.reduce_scatter(x, axis=0), "broadcast": lambda: comm.broadcast(x)}[name]()
+
+
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_reduce_is_the_sum_and_the_maximum(ranks, dtype):
+    def check(comm: Comm):
+        x = piece(comm.rank, dtype=dtype)
+        everybodys = pieces(comm, dtype=dtype)
+        for how, y in (("sum", np.sum(everybodys, axis=0, dtype=dtype)), ("max", np.max(everybodys, axis=0))):
+            got = comm.all_reduce(x, how)
+            assert got.dtype == np.dtype(dtype) and got.shape == x.shape
+            assert np.array_equal(got, y)
+    ranks.run(check)
+
+
+def test_half_precision_is_summed_in_float32(ranks):
+    def check(comm: Comm):
+        x = np.array([2048.0 if comm.rank == 0 else 0.75], np.float16)           # float16 has steps of 2 there
+        true = np.float32(2048 + 0.75 * (comm.size - 1)).astype(np.float16)
+        assert comm.all_reduce(x)[0] == true
+        assert comm.reduce_scatter(x, axis=0).tolist() == ([true] if comm.rank == 0 else [])
+    ranks.run(check)
+
+
+def test_maximum_keeps_nan_of_any_rank(ranks):
+    def check(comm: Comm):
+        x = np.arange(float(comm.size))
+        x[comm.rank] = np.nan
+        assert np.isnan(comm.all_reduce(x, "max")).all()
+    ranks.run(check)
+
+
+@pytest.mark.parametrize("axis", (0, 1, -1))
+def test_all_gather_joins_even_and_uneven_shares(ranks, axis):
+    def check(comm: Comm):
+        even = pieces(comm)
+        assert np.array_equal(comm.all_gather(even[comm.rank], axis=axis), np.concatenate(even, axis))
+        sizes = [(r + 2) % 3 for r in range(comm.size)]                          # 2, 0, 1, 2 ...
+        uneven = [piece(r, (n, 4) if axis == 0 else (4, n)) for r, n in enumerate(sizes)]
+        assert np.array_equal(comm.all_gather(uneven[comm.rank], axis=axis, sizes=sizes), np.concatenate(uneven, axis))
+    ranks.run(check)
+
+
+@pytest.mark.parametrize("n", (0, 1, 5, 8))
+def test_reduce_scatter_gives_every_rank_its_share(ranks, n):
+    """n = 1 is smaller than the number of ranks: some get nothing."""
+    def check(comm: Comm):
+        for axis, shape in ((0, (n, 3)), (1, (2, n)), (-1, (2, 3, n))):
+            total = np.sum(pieces(comm, shape), axis=0)
+            for sizes in (shares(n, comm.size), (0,) * (comm.size - 1) + (n,)):
+                start = sum(sizes[:comm.rank])
+                want = np.take(total, range(start, start + sizes[comm.rank]), axis)
+                got = comm.reduce_scatter(piece(comm.rank, shape), axis=axis, sizes=sizes)
+                assert got.shape == want.shape and np.array_equal(got, want)
+            default = comm.reduce_scatter(piece(comm.rank, shape), axis=axis)
+            assert default.shape[axis] == shares(n, comm.size)[comm.rank]
+    ranks.run(check)
+
+
+def test_reduce_scatter_then_all_gather_is_all_reduce(ranks):
+    def check(comm: Comm):
+        x = piece(comm.rank, (7, 2))
+        mine = comm.reduce_scatter(x, axis=0)
+        assert np.array_equal(comm.all_gather(mine, axis=0, sizes=shares(7, comm.size)), comm.all_reduce(x))
+    ranks.run(check)
+
+
+def test_broadcast_from_every_root(ranks):
+    def check(comm: Comm):
+        for root in range(comm.size):
+            assert np.array_equal(comm.broadcast(piece(comm.rank), root), piece(root))
+            assert comm.broadcast(np.array([comm.rank % 2 == 0]), root).tolist() == [root % 2 == 0]
+    ranks.run(check)
+
+
+def test_barrier_returns_on_every_rank(ranks):
+    ranks.run(lambda comm: [comm.barrier() for _ in range(3)])
+
+
+def test_texts_of_any_length_and_alphabet_are_gathered(ranks):
+    texts = ["", "plain", "größer ≥ 大きい 🙂", "\n\0", "\udcff from a file name", "", "x" * 5000, "y"]
+
+    def check(comm: Comm):
+        assert comm.gather_objects(texts[comm.rank]) == texts[:comm.size]
+        assert comm.gather_objects("") == [""] * comm.size
+    ranks.run(check)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_any_memory_order_is_accepted(ranks, name):
+    """mpi4py refuses what is not contiguous: the copy is ours to make, on threads too."""
+    def check(comm: Comm):
+        base = np.arange(24.0).reshape(4, 6) + comm.rank
+        for x in (base.T, base[:, ::2], base[::-1, 1:4], np.broadcast_to(base[0], (3, 6)), np.asfortranarray(base)):
+            assert np.array_equal(own_call(comm, name, x), own_call(comm, name, x.copy()))
+    ranks.run(check)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_arguments_are_not_written_to_and_results_are_new(ranks, name):
+    def check(comm: Comm):
+        for shape in ((3, 2), (0, 2), (5, 0, 2), (1,)):
+            x = piece(comm.rank, shape)
+            x.flags.writeable = False                                            # what the tape hands over
+            before = x.copy()
+            y = own_call(comm, name, x)
+            assert np.array_equal(x, before)
+            if comm.size > 1:
+                assert not np.shares_memory(x, y)
+                y += 1                                                           # the result is ours to change
+                comm.barrier()
+                assert np.array_equal(x, before)
+    ranks.run(check)
+
+
+def test_arrays_without_axes_stay_without(ranks):
+    def check(comm: Comm):
+        for x in (np.array(2.5), np.float64(2.5)):
+            assert comm.all_reduce(x).shape == () and comm.all_reduce(x) == 2.5 * comm.size
+            assert comm.broadcast(x).shape == () and comm.broadcast(x) == 2.5
+    ranks.run(check)
+
+
+def test_arrays_without_elements_keep_their_shape(ranks):
+    def check(comm: Comm):
+        x = np.zeros((2, 0, 3), np.float32)
+        assert comm.all_reduce(x).shape == (2, 0, 3) and comm.all_reduce(x, "max").dtype == np.float32
+        assert comm.all_gather(x, axis=0).shape == (2 * comm.size, 0, 3)
+        assert comm.all_gather(x, axis=1).shape == (2, 0, 3)
+        assert comm.reduce_scatter(x, axis=2, sizes=[3] + [0] * (comm.size - 1)).shape == (2, 0, 0 if comm.rank else 3)
+        assert comm.broadcast(x, comm.size - 1).shape == (2, 0, 3)
+    ranks.run(check)
+
+
+def test_one_rank_gets_its_argument_back():
+    x = np.arange(3.0)
+    comm = SerialComm()
+    assert all(own_call(comm, name, x) is x for name in OPERATIONS)
+    assert comm.gather_objects("é") == ["é"] and comm.ledger.total().calls == 0
+
+
+WRONG = {
+    "list": (lambda c: c.all_reduce([1.0]), TypeError, "all_reduce over world: takes an array, got list"),
+    "tensor": (lambda c: c.broadcast(Tensor(np.zeros(2))), TypeError, "takes an array, got Tensor"),
+    "big-endian": (lambda c: c.all_reduce(np.zeros(2, ">f8")), TypeError, "native float, integer or bool arrays, got >f8"),
+    "complex": (lambda c: c.all_gather(np.zeros(2, complex), 0), TypeError, "got <c16"),
+    "objects": (lambda c: c.broadcast(np.array([None])), TypeError, r"got \|O"),
+    "bool": (lambda c: c.all_reduce(np.zeros(2, bool)), TypeError, "neither adds nor compares bool arrays"),
+    "reduction": (lambda c: c.all_reduce(np.zeros(2), "mean"), ValueError, "the reduction 'mean' is not one of sum, max"),
+    "axis": (lambda c: c.all_gather(np.zeros((2, 2)), 2), ValueError, r"there is no axis 2 in an array of shape \(2, 2\)"),
+    "no axis": (lambda c: c.reduce_scatter(np.array(1.0), 0), ValueError, r"there is no axis 0 in an array of shape \(\)"),
+    "root": (lambda c: c.broadcast(np.zeros(2), c.size), ValueError, "the root . is not one of . ranks"),
+    "shares": (lambda c: c.reduce_scatter(np.zeros(5), 0, [1] * c.size), ValueError,
+               "reduce_scatter over world: the shares .* of . ranks do not add up to 5 along axis 0"),
+    "negative share": (lambda c: c.reduce_scatter(np.zeros(1), 0, [2, -1] + [0] * (c.size - 2)), ValueError,
+                       "do not add up to 1"),
+    "sizes": (lambda c: c.all_gather(np.zeros(2), 0, [2] * (c.size + 1)), (ValueError, CommError),
+              r"rank 0 of . holds 2 along axis 0, sizes say \(2, "),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_use_gets_a_sentence(ranks, case):
+    call, kind, sentence = WRONG[case]
+
+    def check(comm: Comm):
+        with pytest.raises(kind, match=sentence) as caught:
+            call(comm)
+        said = comm.gather_objects(str(caught.value))
+        assert said == said[:1] * comm.size                                      # the same on every rank
+        assert comm.all_reduce(np.ones(1)) == comm.size                          # and they are still in step
+    ranks.run(check)
+
+
+APART = {
+    "operation": lambda c: c.all_reduce(np.ones(4)) if c.rank else c.broadcast(np.ones(4)),
+    "shape": lambda c: c.broadcast(np.ones(4 if c.rank else 5)),
+    "dtype": lambda c: c.all_reduce(np.ones(4, "f8" if c.rank else "f4")),
+    "how": lambda c: c.all_reduce(np.ones(4), "sum" if c.rank else "max"),
+    "root": lambda c: c.broadcast(np.ones(4), 0 if c.rank else 1),
+    "axis": lambda c: c.all_gather(np.ones((4, 4)), 0 if c.rank else 1),
+    "scatter axis": lambda c: c.reduce_scatter(np.ones((4, 4)), 0 if c.rank else 1),
+    "unequal without sizes": lambda c: c.all_gather(np.ones(3 if c.rank else 4), 0),
+    "barrier": lambda c: c.barrier() if c.rank else c.all_reduce(np.ones(1)),
+    "wrong on one rank": lambda c: c.all_reduce(np.ones(4) if c.rank else [1.0]),
+    "mesh": lambda c: Mesh(tp=c.size, comm=c) if c.rank else c.barrier(),
+    "claim": lambda c: c.agree(f"weights with hash {min(c.rank, 1)}"),
+}
+
+
+@pytest.mark.parametrize("case", APART)
+def test_ranks_that_do_not_agree_all_get_the_same_sentence(ranks, case):
+    def check(comm: Comm):
+        if comm.size == 1:
+            return
+        with pytest.raises(CommError, match="the ranks do not agree on what to do together: rank 0: .*; rank 1") as caught:
+            APART[case](comm)
+        said = comm.gather_objects(str(caught.value))
+        assert said == said[:1] * comm.size
+        assert comm.all_reduce(np.ones(1)) == comm.size                          # and they are still in step
+    ranks.run(check)
+
+
+def test_a_disagreement_says_who_does_what(ranks):
+    def check(comm: Comm):
+        if comm.size == 3:
+            with pytest.raises(CommError, match=r"rank 0, 2: all_reduce over world: sum of float64\[2, 3\]; "
+                                                r"rank 1: all_gather over world: float64\[2, \*\], sizes \(3, 3, 3\)"):
+                comm.all_gather(np.ones((2, 3)), 1) if comm.rank == 1 else comm.all_reduce(np.ones((2, 3)))
+    ranks.run(check)
+
+
+def test_shares_differ_by_at_most_one():
+    for n in range(20):
+        for parts in range(1, 9):
+            cut = shares(n, parts)
+            assert sum(cut) == n and len(cut) == parts and max(cut) - min(cut) <= 1 and list(cut) == sorted(cut, reverse=True)

@@ -1,0 +1,290 @@
+"""Localises programs that hang, or end with status 0, after one rank failed; launchers that do not fit; BLAS thread counts.
+
+Everything here runs programs of its own, each with a time limit: a time limit is a failure.
+"""
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from refimpl.comm import CommError, launch
+from refimpl.comm.launch import THREAD_VARIABLES, cgroup_cores, launcher, mpirun_command, set_blas_threads, share_of_cores
+
+LIMIT = 60                                              # seconds, for a program that should take one or two
+QUICK = 30                                              # seconds in which a failure must have ended all ranks
+LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMIX_RANK")
+
+
+def execute(command, **environment):
+    """(status, stdout, stderr, seconds) of a program without a launcher's variables but those given."""
+    env = {k: v for k, v in os.environ.items() if k not in LAUNCHERS and k not in THREAD_VARIABLES}
+    start = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, stdin=subprocess.DEVNULL,
+                          env=env | environment)
+    return done.returncode, done.stdout, done.stderr, time.monotonic() - start
+
+
+def python(code, *arguments, **environment):
+    return execute([sys.executable, "-c", code, *arguments], **environment)
+
+
+@pytest.fixture(scope="module")
+def mpirun():
+    """Run a script on 2 ranks under mpirun."""
+    try:
+        command = mpirun_command(2)
+    except CommError as error:
+        pytest.skip(str(error))
+    return lambda script, *arguments: execute([*command, sys.executable, str(script), *arguments])
+
+
+# -- one rank fails, the other waits in a collective ---------------------------------------------------------------
+
+BARE = """
+import sys, numpy as np
+from refimpl.comm import Mesh, world
+comm = world()
+mesh = Mesh(tp=comm.size, comm=comm)
+if comm.rank == 1:
+    {failure}
+mesh.tp.all_reduce(np.ones(3))
+"""
+
+LAUNCHED = """
+import sys, numpy as np
+from refimpl.comm import launch
+
+def main(comm):
+    if comm.rank == 1:
+        {failure}
+    comm.all_reduce(np.ones(3))
+
+if __name__ == "__main__":
+    launch(main)
+"""
+
+FAILURES = {
+    "exception": ("raise ValueError('the ' + 'cause')", 1, "ValueError: the cause"),
+    "text": ("sys.exit('the ' + 'cause')", 1, "the cause"),
+    "status": ("sys.exit(3)", 3, "rank 1 exits with status 3, all ranks end"),
+}
+
+
+@pytest.mark.parametrize("program, name", ((BARE, "exception"), (BARE, "text"), (BARE, "status"), (LAUNCHED, "exception")),
+                         ids=("exception", "text", "status", "launched"))
+def test_one_ranks_failure_ends_all_under_mpirun_and_is_heard(mpirun, tmp_path, program, name):
+    failure, status, said = FAILURES[name]
+    script = tmp_path / "program.py"
+    script.write_text(program.format(failure=failure))
+    code, _, err, seconds = mpirun(script)
+    assert code == status and seconds < QUICK
+    assert said in err and "rank 1" in err, err
+    assert ("Traceback" in err) == (name == "exception") and err.count(said) == 1, err
+
+
+def test_raising_system_exit_through_launch_ends_all_under_mpirun(mpirun, tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(LAUNCHED.format(failure="raise SystemExit(3)"))
+    code, _, err, seconds = mpirun(script)
+    assert code == 3 and seconds < QUICK and "rank 1 exits with status 3, all ranks end" in err
+
+
+def test_a_rank_that_returns_early_is_an_error_under_mpirun(mpirun, tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(LAUNCHED.format(failure="sys.exit(0)"))
+    code, _, err, seconds = mpirun(script)
+    assert code != 0 and seconds < QUICK
+    assert "rank 0: all_reduce over world: sum of float64[3]; rank 1: the end of the program" in err
+
+
+def test_ranks_that_wait_in_different_groups_are_ended_by_the_time_limit(mpirun, tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(BARE.format(failure="comm.timeout = 1; comm.barrier()"))
+    code, _, err, seconds = mpirun(script)
+    assert code != 0 and seconds < QUICK
+    assert "rank 1 waited 1 s in barrier over world; not all of the ranks 0, 1 came" in err
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_one_ranks_failure_ends_all_as_threads_with_one_traceback(tmp_path, name):
+    failure, status, said = FAILURES[name]
+    script = tmp_path / "program.py"
+    script.write_text(LAUNCHED.format(failure=failure))
+    code, _, err, seconds = execute([sys.executable, str(script), "--simulate", "3"])
+    assert code == status and seconds < QUICK
+    if name == "exception":
+        assert err.count("Traceback") == 1 and said in err and "CommError" not in err
+        assert sys.version_info < (3, 11) or err.endswith("This is rank 1 of 3 ranks as threads.\n")
+    else:
+        assert err == ("the cause\n" if name == "text" else "")
+
+
+# -- how many ranks ------------------------------------------------------------------------------------------------
+
+COUNT = """
+'''Count the ranks.'''
+import numpy as np
+from refimpl.comm import launch
+
+def main(comm):
+    assert comm.all_reduce(np.ones(1)) == comm.size
+    if comm.rank == 0:
+        print(comm.size, type(comm).__name__)
+
+if __name__ == "__main__":
+    launch(main, ranks=(1, 2))
+"""
+
+
+@pytest.fixture
+def count(tmp_path):
+    script = tmp_path / "count.py"
+    script.write_text(COUNT)
+    return script
+
+
+def test_a_program_runs_alone_on_threads_and_under_mpirun(count, mpirun):
+    assert execute([sys.executable, str(count)])[:2] == (0, "1 SerialComm\n")
+    assert execute([sys.executable, str(count), "--simulate", "2"])[:2] == (0, "2 ThreadComm\n")
+    code, out, err, _ = mpirun(count)
+    assert (code, out.strip()) == (0, "2 MpiComm"), err
+
+
+def test_a_wrong_number_of_ranks_gets_a_sentence(count):
+    code, _, err, _ = execute([sys.executable, str(count), "--simulate", "3"])
+    assert code == 2 and "Traceback" not in err
+    assert err == (f"count.py needs 1 or 2 ranks, got 3: mpirun -n 1 python {count}, or without MPI "
+                   f"python {count} --simulate 1\n")
+
+
+@pytest.mark.parametrize("n", ("0", "-1", "x"))
+def test_simulate_wants_a_number_of_ranks(count, n):
+    code, out, err, _ = execute([sys.executable, str(count), "--simulate", n])
+    assert code == 2 and out == "" and "--simulate" in err and "Traceback" not in err
+
+
+def test_simulate_under_mpirun_is_refused(count, mpirun):
+    code, _, err, _ = mpirun(count, "--simulate", "2")
+    assert code == 2 and "--simulate N is for a process of its own, not under mpirun" in err
+
+
+@pytest.mark.parametrize("variable, who", (("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"), ("PMI_SIZE", "MPICH's")))
+def test_copies_that_would_each_believe_to_be_alone_are_explained(count, mpirun, variable, who):
+    code, out, err, _ = execute([sys.executable, str(count)], **{variable: "4"})
+    assert code == 1 and out == "" and "Traceback" not in err
+    assert "started 4 processes, but the MPI library that mpi4py loaded sees 1" in err and who in err and "doctor" in err
+
+
+@pytest.mark.parametrize("variables, found", (
+    ({}, None), ({"PMI_SIZE": "4"}, 4), ({"OMPI_COMM_WORLD_SIZE": "2"}, 2), ({"PMI_SIZE": "none"}, None),
+    ({"PMIX_RANK": "0"}, "?")))
+def test_launchers_are_known_by_their_variables(monkeypatch, variables, found):
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert (launcher() or (None, None))[1] == (None if found == "?" else found)
+    assert (launcher() is None) == (found is None)
+
+
+def test_the_package_imports_without_mpi():
+    code, out, err, _ = python("import refimpl, refimpl.comm, refimpl.models, sys; print('mpi4py.MPI' in sys.modules)")
+    assert (code, out) == (0, "False\n"), err
+
+
+def test_a_serial_world_does_not_start_mpi():
+    code, out, err, _ = python("from refimpl.comm import world; import sys; print(world().size, 'mpi4py.MPI' in sys.modules)")
+    assert (code, out) == (0, "1 False\n"), err
+
+
+def test_a_missing_mpirun_is_a_sentence(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CommError, match=r"no mpirun found beside this Python or on PATH: pip install 'refimpl\[mpi\]'"):
+        mpirun_command(2)
+
+
+@pytest.mark.parametrize("version, root, flags", (
+    ("HYDRA build details: Version: 5.0.2", True, []), ("mpirun (Open MPI) 5.0.11", False, ["--oversubscribe"]),
+    ("mpirun (Open MPI) 4.1.6", True, ["--oversubscribe", "--allow-run-as-root"])))
+def test_open_mpi_is_told_about_root_and_more_ranks_than_cores(monkeypatch, tmp_path, version, root, flags):
+    program = tmp_path / "mpirun"
+    program.write_text(f"#!/bin/sh\necho '{version}'\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
+    assert mpirun_command(3) == [str(program), *flags, "-n", "3"]
+
+
+# -- BLAS threads --------------------------------------------------------------------------------------------------
+
+
+def cores(*rows):
+    return np.array([[c in row for c in range(16)] for row in rows])
+
+
+@pytest.mark.parametrize("everybody, quota, threads", (
+    ([range(8)], None, 8),                              # one rank, eight cores
+    ([range(8)] * 4, None, 2),                          # four ranks that share eight cores (MPICH)
+    ([{0, 1}, {2, 3}, {4, 5}, {6, 7}], None, 2),        # bound to two cores each (Open MPI): not divided again
+    ([{0}, {1}], None, 1),
+    ([{0}] * 4, None, 1),                               # never 0
+    ([range(8)], 2.0, 2),                               # a container with a quota of two cores
+    ([range(8)] * 4, 4.0, 1),                           # the quota is for all ranks
+    ([range(8)], 0.5, 1),
+    ([{0, 1, 2, 3}, {0, 1}, {8}], None, 2)))            # only ranks that overlap count
+def test_blas_threads_are_own_cores_by_overlapping_ranks_within_the_quota(everybody, quota, threads):
+    rows = cores(*map(set, everybody))
+    assert share_of_cores(rows[0], rows, quota) == threads
+
+
+@pytest.mark.parametrize("text, quota", (
+    ("200000 100000\n", 2.0), ("max 100000\n", None), ("50000 100000", 0.5), ("", None), ("x y", None)))
+def test_the_control_groups_quota_is_read(tmp_path, text, quota):
+    (tmp_path / "cpu.max").write_text(text)
+    assert cgroup_cores(str(tmp_path / "cpu.max")) == quota
+    assert cgroup_cores(str(tmp_path / "missing")) is None
+
+
+THREADS = """
+import numpy, threadpoolctl
+from refimpl.comm.launch import set_blas_threads
+set_blas_threads(1)
+print(max([pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"], default=0))
+"""
+
+
+def test_threads_that_the_user_has_set_are_left_alone():
+    pytest.importorskip("threadpoolctl")
+    code, out, err, _ = python(THREADS, OMP_NUM_THREADS="2", OPENBLAS_NUM_THREADS="2")
+    assert code == 0 and int(out) in (0, 2), err        # 0: a BLAS that threadpoolctl does not know
+    assert python(THREADS)[1] in ("1\n", "0\n")
+
+
+def test_threads_are_set_unless_a_variable_is(monkeypatch):
+    threadpoolctl = pytest.importorskip("threadpoolctl")
+    calls = []
+    monkeypatch.setattr(threadpoolctl, "threadpool_limits", calls.append)
+    for name in THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    set_blas_threads(3)
+    assert calls == [3]
+    for name in THREAD_VARIABLES:
+        monkeypatch.setenv(name, "5")
+        set_blas_threads(3)
+        monkeypatch.delenv(name)
+    assert calls == [3]
+
+
+def test_ranks_as_threads_get_one_blas_thread_each(monkeypatch):
+    calls = []
+    monkeypatch.setattr(sys.modules[launch.__module__], "set_blas_threads", calls.append)
+    launch(quiet, argv=["--simulate", "2"])
+    assert calls == [1]
+
+
+def quiet(comm):
+    """Nothing to do."""
