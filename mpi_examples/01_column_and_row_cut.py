@@ -35,7 +35,7 @@ from refimpl.autograd import Params, Tensor, value_and_grad
 from refimpl.comm import Comm, Mesh, launch, shares
 from refimpl.parallel import (Cut, Placement, Replicated, column_parallel_linear, copy_to, gather, gather_from, reduce_from,
                               row_parallel_linear, shard)
-from refimpl.rng import stream, uniform_weights
+from refimpl.rng import draw
 
 N, D, F = 5, 7, 10                                      # tokens, inputs, outputs: on four ranks 2+2+2+1 and 3+3+2+2
 
@@ -53,17 +53,10 @@ def row_cut(p: Params, tp: Comm) -> Tensor:
     return reduce_from(y, comm=tp)                                          # g: all_reduce | identity
 
 
-def draw(name: str, *shape: int) -> np.ndarray:
-    """Numbers in [-1, 1) that depend on the name alone: every rank draws the same.
-
-    They have 24 bits, so their products, and sums of a few, are exact in float64: here not even the rounding may differ.
-    """
-    return uniform_weights(stream(0, name), np.arange(np.prod(shape)).reshape(shape), scale=1.0)
-
-
 def main(comm: Comm) -> None:
     mesh = Mesh(tp=comm.size, comm=comm)
-    x, a, dy = draw("x", N, D), draw("a", D, F), draw("dy", N, F)
+    # 24-bit numbers: their products, and sums of a few, are exact in float64, so here not even the rounding may differ
+    x, a, dy = draw("x", (N, D)), draw("a", (D, F)), draw("dy", (N, F))
     serial = {"y": x @ a, "x": dy @ a.T, "a": x.T @ dy}                     # the formulas, on one device
     tables: dict[Callable, dict[str, Placement]] = {
         column_cut: {"x": Replicated(), "a": Cut.even(1, F, mesh.tp)},

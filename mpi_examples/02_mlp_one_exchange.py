@@ -33,7 +33,7 @@ from refimpl.golden import compare
 from refimpl.ops import gelu_tanh
 from refimpl.parallel import (Cut, Placement, Replicated, column_parallel_linear, copy_to, gather, gather_from, parameter,
                               reduce_from, row_parallel_linear, scatter_to, shard)
-from refimpl.rng import stream, uniform_weights
+from refimpl.rng import draw
 
 N, D, F = 5, 8, 32                                      # tokens, model width, feed-forward width
 SHAPES = {"x": (N, D), "a": (D, F), "a_bias": (F,), "b": (F, D), "b_bias": (D,)}
@@ -64,16 +64,13 @@ def placements(order, mesh: Mesh) -> dict[str, Placement]:
 
 def run(order, mesh: Mesh) -> tuple[dict[str, np.ndarray], list[tuple[int, int]]]:
     """Y and the gradients, whole, by name; and (exchanges, elements) of the forward and of the backward pass."""
-    def draw(name: str) -> np.ndarray:                                      # from the name alone: the same on every rank
-        return uniform_weights(stream(0, name), np.arange(np.prod(SHAPES[name])).reshape(SHAPES[name]), scale=1.0)
-
     def loss(p: Params) -> tuple[Tensor, Tensor]:
         y = order(p, mesh.tp)
         return ops.sum(y * y), y
 
     table = placements(order, mesh)
     mesh.ledger.clear()
-    (_, y), grads = value_and_grad(loss, shard({name: draw(name) for name in SHAPES}, table, mesh))
+    (_, y), grads = value_and_grad(loss, shard({name: draw(name, shape) for name, shape in SHAPES.items()}, table, mesh))
     counted = [mesh.ledger.total(phase=phase) for phase in ("forward", "backward")]
     return {"Y": y.array, **gather(grads, table, mesh)}, [(total.calls, total.elements) for total in counted]
 

@@ -32,7 +32,7 @@ from refimpl.golden import compare
 from refimpl.ops import CAUSAL, reshape, transpose
 from refimpl.parallel import (Cut, Placement, Replicated, column_parallel_linear, copy_to, gather, reduce_from,
                               row_parallel_linear, shard)
-from refimpl.rng import stream, uniform_weights
+from refimpl.rng import draw
 
 B, T, H, K = 2, 5, 6, 4                                 # samples, positions, heads (four ranks: 2+2+1+1), head width
 D = H * K                                               # model width
@@ -70,14 +70,11 @@ def placements(mesh: Mesh) -> dict[str, Placement]:
 
 def run(mesh: Mesh) -> dict[str, np.ndarray]:
     """Y and the gradients of `sum(Y * Y)`, whole, by name."""
-    def draw(name: str) -> np.ndarray:                                      # from the name alone: the same on every rank
-        return uniform_weights(stream(0, name), np.arange(np.prod(SHAPES[name])).reshape(SHAPES[name]), scale=1.0)
-
     def loss(p: Params) -> tuple[Tensor, Tensor]:
         y = attention_layer(p, mesh.tp)
         return ops.sum(y * y), y
 
-    params = shard({name: draw(name) for name in SHAPES}, placements(mesh), mesh)
+    params = shard({name: draw(name, shape) for name, shape in SHAPES.items()}, placements(mesh), mesh)
     mesh.ledger.clear()
     (_, y), grads = value_and_grad(loss, params)
     for phase in ("forward", "backward"):                                   # counted on every rank

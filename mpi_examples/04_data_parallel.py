@@ -30,7 +30,7 @@ from refimpl.comm import Comm, Mesh, launch
 from refimpl.golden import compare
 from refimpl.ops import IGNORE, cross_entropy, linear
 from refimpl.parallel import divide_by_count, reduce_gradients, total_over
-from refimpl.rng import integers, stream, uniform_weights
+from refimpl.rng import draw, integers, stream
 
 LENGTHS = (4, 1, 3, 2, 4, 0, 0)                         # valid tokens of each sample
 SAMPLES = {2: ((0, 3), (3, 7)), 4: ((0, 3), (3, 4), (4, 5), (5, 7))}        # number of ranks -> (first, last + 1) of each
@@ -38,16 +38,11 @@ T, D, V = 4, 6, 10                                      # positions, model width
 VARIES_OVER_DP = Layout(frozenset({"dp"}))              # the tag of data: another value on every dp rank
 
 
-def draw(name: str, *shape: int) -> np.ndarray:
-    """Numbers in [-1, 1) that depend on the name alone: every rank draws the same."""
-    return uniform_weights(stream(0, name), np.arange(np.prod(shape)).reshape(shape), scale=1.0)
-
-
 def batch() -> tuple[np.ndarray, np.ndarray]:
     """x[7, T, D] and targets int[7, T], IGNORE where there is padding."""
     targets = integers(stream(0, "targets"), np.arange(len(LENGTHS) * T).reshape(len(LENGTHS), T), below=V)
     padding = np.arange(T) >= np.array(LENGTHS)[:, None]
-    return draw("x", len(LENGTHS), T, D), np.where(padding, IGNORE, targets)
+    return draw("x", (len(LENGTHS), T, D)), np.where(padding, IGNORE, targets)
 
 
 def main(comm: Comm) -> None:
@@ -61,7 +56,7 @@ def main(comm: Comm) -> None:
                f"{total_loss / total_count:.4f}; the mean of the means 2.0 and 1.0 is {sum_of_means / with_tokens}\n"]
 
     x, targets = batch()
-    params = {"w": Tensor(draw("w", D, V)), "b": Tensor(draw("b", V))}      # the same on every rank
+    params = {"w": Tensor(draw("w", (D, V))), "b": Tensor(draw("b", (V,)))}      # the same on every rank
 
     def loss_of(x: Tensor, targets: np.ndarray):
         return lambda p: cross_entropy(linear(x, p["w"], p["b"]), targets)  # (sum, count), never a mean

@@ -34,7 +34,7 @@ from refimpl.golden import compare
 from refimpl.ops import layer_norm
 from refimpl.parallel import (Cut, Placement, Replicated, column_parallel_linear, copy_to, gather, reduce_from,
                               row_parallel_linear, shard)
-from refimpl.rng import stream, uniform_weights
+from refimpl.rng import draw
 
 N, D, F = 5, 6, 11                                      # tokens, model width, feed-forward width: four ranks get 3+3+3+2
 SHAPES = {"x": (N, D), "gain": (D,), "bias": (D,), "up": (D, F), "gate": (D, F), "down": (F, D)}
@@ -79,11 +79,6 @@ def forgetful_f(x, comm=None):
 forgetful_f.__doc__ = copy_to.__doc__                   # it claims to be f
 
 
-def draw(name: str, *shape: int) -> np.ndarray:
-    """Numbers in [-1, 1) that depend on the name alone: every rank draws the same."""
-    return uniform_weights(stream(0, name), np.arange(np.prod(shape)).reshape(shape), scale=1.0)
-
-
 def run(layer, mesh: Mesh) -> dict[str, np.ndarray]:
     """Y and the gradients of `sum(Y * Y)`, whole, by name."""
     columns, rows, whole = Cut.even(1, F, mesh.tp), Cut.even(0, F, mesh.tp), Replicated()
@@ -94,7 +89,7 @@ def run(layer, mesh: Mesh) -> dict[str, np.ndarray]:
         y = layer(p, mesh.tp)
         return ops.sum(y * y), y
 
-    (_, y), grads = value_and_grad(loss, shard({k: draw(k, *shape) for k, shape in SHAPES.items()}, table, mesh))
+    (_, y), grads = value_and_grad(loss, shard({k: draw(k, shape) for k, shape in SHAPES.items()}, table, mesh))
     return {"Y": y.array, **{f"d{name}": g for name, g in gather(grads, table, mesh).items()}}
 
 
@@ -109,9 +104,9 @@ def refusal(error: type[Exception], function, *args) -> str:
 
 def main(comm: Comm) -> None:
     mesh = Mesh(tp=comm.size, comm=comm)
-    x, part = draw("x", N, D), draw(f"part {comm.rank}", N, D)
+    x, part = draw("x", (N, D)), draw(f"part {comm.rank}", (N, D))
 
-    check_op(swish_gate, draw("u", N, F), draw("g", N, F))
+    check_op(swish_gate, draw("u", (N, F)), draw("g", (N, F)))
     check_adjoint(copy_to, mesh.tp, "replicated", "per_rank", x)
     check_adjoint(reduce_from, mesh.tp, "partial", "replicated", part)
     serial = run(gated_mlp, Mesh())

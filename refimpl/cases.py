@@ -14,10 +14,9 @@ from typing import Any, Callable
 import numpy as np
 
 from refimpl.autograd import REGISTRY
-from refimpl.check import draw
 from refimpl.comm import Comm, shares
 from refimpl.ops import CAUSAL, IGNORE
-from refimpl.rng import integers, stream
+from refimpl.rng import draw, integers, stream
 
 Maker = Callable[[str], Any]
 

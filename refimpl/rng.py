@@ -8,6 +8,7 @@ The published test vectors are in tests/test_rng.py.
     stream key    mix64(FNV1a64(utf-8 name) ^ mix64(seed))
     i-th draw     mix64(key + (i + 1) * 0x9E3779B97F4A7C15), its upper 24 bits: exact in float32, no libm
 """
+import math
 from typing import Sequence
 
 import numpy as np
@@ -65,6 +66,11 @@ def uniform_weights(key: int, index: Array, scale: float, dtype: str = "float64"
     """Uniform on [-scale, scale): (n - 2**23) * 2**-23 * scale.  Exact in float32 when `scale` is a power of two."""
     n = draw24(key, index).astype("int64")
     return ((n - 2 ** 23).astype(dtype) * np.dtype(dtype).type(scale * 2.0 ** -23)).reshape(index.shape)
+
+
+def draw(name: str, shape: Sequence[int], scale: float = 1.0, dtype: str = "float64", seed: int = 0) -> np.ndarray:
+    """An array of `shape`, uniform on [-scale, scale), that depends on (seed, name) alone: every rank draws the same."""
+    return uniform_weights(stream(seed, name), np.arange(math.prod(shape)), scale, dtype).reshape(tuple(shape))
 
 
 def integers(key: int, index: Array, below: int) -> Array:

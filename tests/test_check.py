@@ -7,7 +7,8 @@ import pytest
 
 from refimpl.autograd import Op
 from refimpl.check import (check_adjoint, check_docstring, check_dtypes, check_op, check_purity, check_residuals, check_views,
-                           check_vjp, draw)
+                           check_vjp)
+from refimpl.rng import draw
 
 X = draw("x", (3, 4))
 DOC = """Square.

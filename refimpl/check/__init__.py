@@ -10,7 +10,6 @@ then tools.py.
 """
 from refimpl.check.collectives import check_adjoint
 from refimpl.check.pure import check_docstring, check_dtypes, check_op, check_purity, check_residuals, check_views, check_vjp
-from refimpl.check.tools import draw
 
 __all__ = ["check_adjoint", "check_docstring", "check_dtypes", "check_op", "check_purity", "check_residuals", "check_views",
-           "check_vjp", "draw"]
+           "check_vjp"]

@@ -4,7 +4,7 @@ from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 
-from refimpl.rng import stream, uniform_weights
+from refimpl.rng import draw
 
 EXACT, DIFFERENCES = 1e-12, 1e-6                        # allowed error / scale
 STEP, COMPLEX_STEP, JITTER = 2.0 ** -13, 2.0 ** -66, 2.0 ** -20
@@ -113,14 +113,9 @@ def frozen_copy(a: Any) -> Any:
     return a
 
 
-def draw(name: str, shape: tuple[int, ...], scale: float = 1.0, dtype: Any = np.float64) -> np.ndarray:
-    """Uniform on [-scale, scale) from the stream `name`."""
-    return uniform_weights(stream(0, name), np.arange(math.prod(shape)), scale, str(np.dtype(dtype))).reshape(shape)
-
-
 def draw_like(name: str, y: np.ndarray) -> np.ndarray:
     """A cotangent: random for floats, zero for integers."""
-    return draw(name, y.shape, 1.0, y.dtype) if is_float(y) else np.zeros_like(y)
+    return draw(name, y.shape, dtype=str(y.dtype)) if is_float(y) else np.zeros_like(y)
 
 
 def cotangents(ys: Arrays, name: str) -> list[np.ndarray]:

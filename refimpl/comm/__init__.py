@@ -1,4 +1,5 @@
-"""Communication: read base.py (the interface), threads.py, mpi.py, then mesh.py, ledger.py and launch.py."""
+"""Communication: read base.py (the interface), threads.py, mpi.py, then mesh.py, ledger.py, launch.py
+and paper.py (a mesh that is not running)."""
 from refimpl.comm.base import Comm, CommError, SerialComm, shares
 from refimpl.comm.launch import launch, world
 from refimpl.comm.ledger import Ledger, Total

@@ -37,7 +37,7 @@ def load_mpi() -> Any:
 class MpiComm(Comm):
     """Ranks of an MPI communicator.
 
-    checked   exchange a hash of every call before it (a few microseconds on one machine)
+    checked   exchange a hash of every call before it; as much latency again, so a benchmark may turn it off
     timeout   seconds that a checked call waits for the other ranks before it is an error
     """
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from refimpl.autograd import Layout, LayoutError, Tensor, recompute, value_and_grad
-from refimpl.check import draw
 from refimpl.comm import Mesh, run_threads
 from refimpl.ops import add, cross_entropy, dropout, gelu_tanh, layer_norm, linear, mul, reshape, scale, softmax, sum, transpose
 from refimpl.parallel import as_partial, copy_to, gather_from, reduce_from, scatter_to
+from refimpl.rng import draw
 
 TP, DP = frozenset({"tp"}), frozenset({"dp"})
 MESH = Mesh()

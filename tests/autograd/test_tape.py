@@ -7,9 +7,9 @@ import pytest
 
 from refimpl.autograd import Guard, Op, Params, Tensor, op, recompute, value_and_grad
 from refimpl.autograd.op import REGISTRY
-from refimpl.check import draw
 from refimpl.ops import (CAUSAL, add, attention, cross_entropy, dropout, embedding, gelu_tanh, layer_norm, linear, mul, reshape,
                          scale, softmax, sum, transpose)
+from refimpl.rng import draw
 
 
 def parameters(**arrays):

@@ -2,7 +2,8 @@
 import numpy as np
 import pytest
 
-from refimpl.comm import AXES, Comm, Mesh, SerialComm
+from refimpl.comm import AXES, Comm, CommError, Mesh, SerialComm
+from refimpl.comm.paper import paper_mesh
 
 
 def meshes(size):
@@ -102,6 +103,13 @@ def test_bad_texts_are_named(text, part):
 def test_axes_that_a_mesh_does_not_have_are_refused(axes):
     with pytest.raises(ValueError, match="are not distinct ones of dp, cp, tp"):
         Mesh().comm(*axes)
+
+
+def test_a_mesh_on_paper_has_shares_and_nobody_to_talk_to():
+    mesh = paper_mesh("dp=2,tp=3")
+    assert (mesh.dp.size, mesh.tp.size, mesh.comm("dp", "tp").size, mesh.tp.rank) == (2, 3, 6, 0)
+    with pytest.raises(CommError, match=r"nobody to talk to on a mesh on paper: all_reduce over tp: sum of float64\[2\]"):
+        mesh.tp.all_reduce(np.ones(2))
 
 
 def test_one_rank_needs_no_backend():

@@ -4,8 +4,9 @@ import math
 import numpy as np
 import pytest
 
-from refimpl.check import check_vjp, draw
+from refimpl.check import check_vjp
 from refimpl.ops import CAUSAL, Mask, attention, softmax
+from refimpl.rng import draw
 
 Q, K, V = (draw(name, (1, 2, 3, 4)) for name in "qkv")
 

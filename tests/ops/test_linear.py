@@ -7,8 +7,9 @@ import pytest
 
 import refimpl.ops
 from refimpl.autograd import Count
-from refimpl.check import check_vjp, draw
+from refimpl.check import check_vjp
 from refimpl.ops import linear
+from refimpl.rng import draw
 
 X, W, B = np.array([[[1.0, 2]], [[3, 4]]]), np.array([[1.0, 0, 2], [0, 1, 3]]), np.array([100.0, 200, 300])
 

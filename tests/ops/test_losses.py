@@ -4,8 +4,9 @@ import math
 import numpy as np
 import pytest
 
-from refimpl.check import check_vjp, draw
+from refimpl.check import check_vjp
 from refimpl.ops import IGNORE, cross_entropy, softmax
+from refimpl.rng import draw
 
 
 def test_equal_logits_cost_the_logarithm_of_the_classes():

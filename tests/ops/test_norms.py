@@ -2,8 +2,9 @@
 import numpy as np
 import pytest
 
-from refimpl.check import check_vjp, draw
+from refimpl.check import check_vjp
 from refimpl.ops import layer_norm
+from refimpl.rng import draw
 
 X, G, B = np.array([1.0, 2, 3, 4]), np.ones(4), np.zeros(4)
 R = 1 / np.sqrt(1.25)                                   # 1 / σ of X, the biased one

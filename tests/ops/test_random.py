@@ -2,9 +2,9 @@
 import numpy as np
 import pytest
 
-from refimpl.check import check_vjp, draw
+from refimpl.check import check_vjp
 from refimpl.ops import dropout
-from refimpl.rng import stream
+from refimpl.rng import draw, stream
 
 SHAPE = (8, 5, 7)
 AT = [np.arange(n) for n in SHAPE]

@@ -2,8 +2,9 @@
 import numpy as np
 import pytest
 
-from refimpl.check import check_vjp, draw
+from refimpl.check import check_vjp
 from refimpl.ops import reshape, transpose
+from refimpl.rng import draw
 
 
 def test_heads_are_split_as_blocks_of_channels():
