@@ -54,7 +54,7 @@ class Comm:
             check_reduction(x, how)
         if self.size == 1:
             return x
-        return self.run("all_reduce", f"{how} of {form(x)}", self._all_reduce, widened(x), how).astype(x.dtype, copy=False)
+        return self.run("all_reduce", f"{how} of {form(x)}", widened(x), how).astype(x.dtype, copy=False)
 
     @seam
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int] | None = None) -> Array:
@@ -70,7 +70,7 @@ class Comm:
                 raise ValueError(f"rank {self.rank} of {self.size} holds {x.shape[axis]} along axis {axis}, sizes say {sizes}")
         if self.size == 1:
             return x
-        y = self.run("all_gather", f"{form(x, axis)}, sizes {sizes}", self._all_gather, np.moveaxis(x, axis, 0), sizes)
+        y = self.run("all_gather", f"{form(x, axis)}, sizes {sizes}", np.moveaxis(x, axis, 0), sizes)
         return np.moveaxis(y, 0, axis)                  # backends join along axis 0
 
     @seam
@@ -88,7 +88,7 @@ class Comm:
                 raise ValueError(f"the shares {sizes} of {self.size} ranks do not add up to {x.shape[axis]} along axis {axis}")
         if self.size == 1:
             return x
-        y = self.run("reduce_scatter", f"{form(x)} along axis {axis}, shares {sizes}", self._reduce_scatter,
+        y = self.run("reduce_scatter", f"{form(x)} along axis {axis}, shares {sizes}",
                      np.moveaxis(widened(x), axis, 0), sizes)
         return np.moveaxis(y, 0, axis).astype(x.dtype, copy=False)
 
@@ -99,7 +99,7 @@ class Comm:
             self.check(x)
             if not 0 <= root < self.size:
                 raise ValueError(f"the root {root} is not one of {self.size} ranks")
-        return x if self.size == 1 else self.run("broadcast", f"{form(x)} from rank {root}", self._broadcast, x, root)
+        return x if self.size == 1 else self.run("broadcast", f"{form(x)} from rank {root}", x, root)
 
     @seam
     def barrier(self) -> None:
@@ -156,9 +156,11 @@ class Comm:
         if self.size > 1 and xp_of(x) is not np:
             raise TypeError("takes host arrays on more than one rank, got a cupy array: to_host it first")
 
-    def run(self, operation: str, what: str, backend: Callable, x: Array, *args: Any) -> Array:
+    def run(self, operation: str, what: str, x: Array, *args: Any) -> Array:
+        """The backend's `_operation`, once the ranks have agreed on it."""
         start = time.perf_counter()
         self._agree(f"{operation} over {self.name}: {what}")
+        backend = getattr(self, f"_{operation}")
         y = backend(np.ascontiguousarray(x).reshape(x.shape), *args)        # (ascontiguousarray makes 0-d arrays 1-d)
         self.ledger.add(Key(self.name, operation, stack.phase), x.size, x.nbytes, time.perf_counter() - start)
         return y
