@@ -70,13 +70,15 @@ class Op:
     named_by    index of the argument whose parameter names the activation (a linear is called as its weight)
     collective  its backward communicates, so it runs on every rank even where no gradient arrived
     analytic    complex step differentiation applies
+    surrogate   its vjp is, by intention, not the derivative (straight_through)
     """
 
     def __init__(self, array: Callable, linearity: str | None = None, layout: Callable | None = None,
-                 named_by: int | None = None, collective: bool = False, analytic: bool = True) -> None:
+                 named_by: int | None = None, collective: bool = False, analytic: bool = True,
+                 surrogate: bool = False) -> None:
         self.array, self.name, self.__doc__ = array, array.__name__, array.__doc__
         self.linearity, self.layout, self.named_by = linearity, layout, named_by
-        self.collective, self.analytic, self.detail = collective, analytic, False
+        self.collective, self.analytic, self.surrogate, self.detail = collective, analytic, surrogate, False
         self.__wrapped__ = array
         self.__signature__ = inspect.signature(array)
         self.__module__ = array.__module__

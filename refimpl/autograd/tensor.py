@@ -62,8 +62,11 @@ class Tensor:
 
     __array_ufunc__ = None                              # `array + tensor` is refused by numpy and comes to us
     __add__: Any                                        # the operators are supplied by ops/arithmetic.py
+    __sub__: Any
     __mul__: Any
     __rmul__: Any
+    __truediv__: Any
+    __neg__: Any
 
 
 class Params(Mapping[str, Tensor]):

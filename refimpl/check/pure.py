@@ -1,6 +1,6 @@
 """The checks of an op that does not communicate.  check_op makes all of them.
 
-How exact is exact.  J v is taken in two ways: by the complex step Im f(x + i·h·v)/h with h = 2^-66, which subtracts nothing
+How exact is exact.  J v is taken in several ways: by the complex step Im f(x + i·h·v)/h with h = 2^-66, which subtracts nothing
 and is exact to rounding (allowed: 1e-12·scale); and by fourth-order central differences in float64 with h = 2^-13, whose
 errors are h⁴/30·f⁽⁵⁾ ≈ 7e-18·f⁽⁵⁾ and 1.5·2^-52/h ≈ 3e-12·|y| (allowed: 1e-6·scale).  The scale is the same contraction
 over absolute values, by norms: |dy|·|J v| + |vjp(dy)|·|v|, and |dy|·|y|·|v|/|x|, since a derivative that comes out far
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from refimpl.autograd import residuals
-from refimpl.check.tools import (DIFFERENCES, EXACT, backward, cast, compare, complex_step, conditioned, cotangents,
-                                 differences, directions, evaluate, floats, is_array, is_float, largest, norm, pull, strided,
-                                 title, transposed)
+from refimpl.check.tools import (DIFFERENCES, EXACT, backward, by_linearity, cast, compare, complex_step, conditioned,
+                                 cotangents, differences, directions, evaluate, floats, is_array, is_float, largest, norm, pull,
+                                 strided, title, transposed)
 
 SECTIONS = ("Equation", "Shapes", "VJP", "Residuals", "Reference")
 
@@ -33,6 +33,7 @@ def check_vjp(f: Any, *arrays: Any, **static: Any) -> None:
     """<dy, J v> = <vjp(dy), v> for every float argument, and vjp(a·dy1 + b·dy2) = a·vjp(dy1) + b·vjp(dy2).
 
     Two random directions v, and for small arrays every single element.  Outputs may be a tuple; integer ones are skipped.
+    An op whose vjp is a stated surrogate is only checked for the second.
     """
     args = cast(arrays, np.float64)
     ys, vjp = evaluate(f, args, static)
@@ -41,7 +42,9 @@ def check_vjp(f: Any, *arrays: Any, **static: Any) -> None:
     methods = [("finite differences", differences, DIFFERENCES)]
     if getattr(f, "analytic", False):
         methods.append(("the complex step", complex_step, EXACT))
-    for k in floats(args):
+    if getattr(f, "linearity", None):
+        methods.append(("linearity", by_linearity, EXACT))
+    for k in floats(args) if not getattr(f, "surrogate", False) else []:
         natural = norm(dy) * norm(ys) / max(norm([args[k]]), 1e-300)
         for what, v in directions(args[k]):
             right = float(np.sum(dxs[k] * v))

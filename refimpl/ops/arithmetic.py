@@ -1,4 +1,4 @@
-"""add and mul with broadcasting, and the operators of Tensor.
+"""add, subtract, mul, divide and where with broadcasting, scale, and the operators of Tensor.
 
 Shapes: `...` are any axes; a and b broadcast as numpy's arrays do.
 """
@@ -6,6 +6,7 @@ from numbers import Real
 
 from refimpl.array import Array, xp_of
 from refimpl.autograd import Tensor, op
+from refimpl.ops.corners import reciprocal, times
 
 
 def unbroadcast(dy: Array, shape: tuple[int, ...]) -> Array:
@@ -44,6 +45,25 @@ def add(a, b):
     return y, vjp
 
 
+@op(linearity="joint")
+def subtract(a, b):
+    """Difference.
+
+    Equation:   y = a - b
+    Shapes:     a[...], b[...] -> y[...], broadcast
+    VJP:        da = dy, db = -dy, each summed over the axes it was repeated along
+    Residuals:  none
+    Reference:  numpy broadcasting
+    """
+    check_broadcast("subtract", a, b)
+    y = a - b
+    a_shape, b_shape = a.shape, b.shape
+
+    def vjp(dy):
+        return unbroadcast(dy, a_shape), unbroadcast(-dy, b_shape)
+    return y, vjp
+
+
 @op(linearity="each")
 def mul(a, b):
     """Elementwise product.
@@ -59,6 +79,51 @@ def mul(a, b):
 
     def vjp(dy):
         return unbroadcast(dy * b, a.shape), unbroadcast(dy * a, b.shape)
+    return y, vjp
+
+
+@op
+def divide(a, b):
+    """Elementwise quotient.
+
+    Equation:   y = a/b
+    Shapes:     a[...], b[...] -> y[...], broadcast
+    VJP:        da = dy/b, db = -dy·y/b, each summed over the axes it was repeated along; 0 where dy = 0
+    Residuals:  b, y
+    Reference:  numpy broadcasting
+    """
+    check_broadcast("divide", a, b)
+    y = a / b
+    a_shape = a.shape
+
+    def vjp(dy):
+        da = times(dy, reciprocal(b))
+        return unbroadcast(da, a_shape), unbroadcast(-times(da, y), b.shape)
+    return y, vjp
+
+
+@op(linearity="joint")
+def where(condition, a, b):
+    """a where the condition holds, b elsewhere.  The branch that is not taken gets gradient 0, and passes nothing on.
+
+    Equation:   y = condition ? a : b
+    Shapes:     condition bool[...], a[...], b[...] -> y[...], broadcast
+    VJP:        da = dy where the condition holds, else 0; db = dy where not; each summed over the axes it was repeated along
+    Residuals:  condition
+    Reference:  numpy.where
+    """
+    if condition.dtype.kind != "b":
+        raise TypeError(f"where: the condition must be bool, got {condition.dtype}")
+    check_broadcast("where", a, b)
+    check_broadcast("where", condition, a)
+    check_broadcast("where", condition, b)
+    xp = xp_of(a, b)
+    y = xp.where(condition, a, b)
+    a_shape, b_shape = a.shape, b.shape
+
+    def vjp(dy):
+        zero = xp.zeros_like(dy)
+        return (None, unbroadcast(xp.where(condition, dy, zero), a_shape), unbroadcast(xp.where(condition, zero, dy), b_shape))
     return y, vjp
 
 
@@ -80,29 +145,12 @@ def scale(x, by):
     return y, vjp
 
 
-@op(linearity="each")
-def sum(x, axis=None, keepdims=False):
-    """Sum over one axis, several (a tuple) or all (None).
-
-    Equation:   y = Σ_axis x
-    Shapes:     x[..., n, ...] -> y[..., ...]
-    VJP:        dx = dy, repeated along the axes summed over
-    Residuals:  none
-    Reference:  numpy.sum
-    """
-    y = x.sum(axis=axis, keepdims=keepdims)
-    xp, shape = xp_of(x), x.shape
-
-    def vjp(dy):
-        if axis is not None and not keepdims:
-            dy = xp.expand_dims(dy, axis)
-        return xp.broadcast_to(dy, shape)
-    return y, vjp
-
-
 def multiply(x, by):
     """x * by for a Tensor, an array or a number `by`."""
     return scale(x, by=by) if isinstance(by, Real) else mul(x, by)
 
 
-Tensor.__add__, Tensor.__mul__, Tensor.__rmul__ = (lambda a, b: add(a, b)), multiply, multiply
+Tensor.__add__, Tensor.__sub__ = (lambda a, b: add(a, b)), (lambda a, b: subtract(a, b))
+Tensor.__mul__, Tensor.__rmul__ = multiply, multiply
+Tensor.__truediv__ = lambda a, b: scale(a, by=1 / b) if isinstance(b, Real) else divide(a, b)
+Tensor.__neg__ = lambda a: scale(a, by=-1)

@@ -1,76 +1,73 @@
-"""Scaled dot-product attention, the naive form that keeps the whole score matrix, and the Mask.
+"""Scaled dot-product attention, the naive form that keeps the whole score matrix.
 
-Shape letters: B batch, H heads, T queries, S keys, K head dim.
+Shape letters: B batch, H query heads, G kv heads, T queries, S keys, K head dim.  Query head h uses kv head ⌊h/(H/G)⌋:
+grouped, 0,0,1,1 for H = 4 and G = 2, never tiled 0,1,0,1.
 """
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
-
-import numpy as np
 
 from refimpl.array import xp_of
 from refimpl.autograd import op
 from refimpl.ops.activations import softmax_array
 from refimpl.ops.linear import product
-
-
-@dataclass(frozen=True)
-class Mask:
-    """Which keys a query sees.  causal: keys at its own position and before.
-
-    With fewer queries than keys (cached decoding) the queries are the *last* T of the S positions: bottom-right aligned.
-
-    >>> Mask(causal=True).visible(2, 5).astype(int).tolist()
-    [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
-    """
-    causal: bool = False
-
-    def visible(self, T: int, S: int) -> np.ndarray | None:
-        """bool[T, S], or None where every query sees every key."""
-        return self.block(np.arange(S - T, S), np.arange(S)) if self.causal else None
-
-    def block(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """bool[len(queries), len(keys)] for a block of query and key positions."""
-        if not self.causal:
-            return np.ones((len(queries), len(keys)), bool)
-        return keys[None, :] <= queries[:, None]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-CAUSAL = Mask(causal=True)
+from refimpl.ops.mask import Mask
 
 
 @op
-def attention(q, k, v, mask=Mask(), scale=None):
-    """Scaled dot-product attention.  A query that sees no key gives 0 and has gradient 0.
+def attention(q, k, v, q_documents=None, k_documents=None, mask=Mask(), scale=None):
+    """Scaled dot-product attention with grouped kv heads.  A query that sees no key gives 0 and has gradient 0.
 
     Equation:   s = scale·q·kᵀ, -inf where masked;  p = softmax(s);  y = p·v   (scale is 1/√K by default)
-    Shapes:     q[B, H, T, K], k[B, H, S, K], v[B, H, S, K] -> y[B, H, T, K]
-    VJP:        dv = pᵀ·dy;  dp = dy·vᵀ;  ds = p·(dp - Σ p·dp);  dq = scale·ds·k;  dk = scale·dsᵀ·q
+    Shapes:     q[B, H, T, K], k[B, G, S, K], v[B, G, S, K] -> y[B, H, T, K], G divides H;
+                q_documents int[B, T], k_documents int[B, S]: a query sees keys of its own document only
+    VJP:        dv = pᵀ·dy;  dp = dy·vᵀ;  ds = p·(dp - Σ p·dp);  dq = scale·ds·k;  dk = scale·dsᵀ·q;
+                dk and dv are summed over the H/G query heads that share them
     Residuals:  q, k, v, p
-    Reference:  Vaswani et al. 2017, eq. 1.  torch scaled_dot_product_attention
+    Reference:  Vaswani et al. 2017, eq. 1; Ainslie et al. 2023 (GQA).  torch scaled_dot_product_attention(enable_gqa=True)
     """
-    if not q.ndim == k.ndim == 4 or k.shape != v.shape or (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3] or None):
-        raise ValueError(f"attention: q{list(q.shape)}, k{list(k.shape)}, v{list(v.shape)} must be [B, H, T, K], "
-                         f"[B, H, S, K], [B, H, S, K] with K > 0")
+    check(q, k, v, q_documents, k_documents)
     xp = xp_of(q)
-    (T, K), S = q.shape[2:], k.shape[2]
-    factor = 1 / math.sqrt(K) if scale is None else scale
-    s = product(q, k.swapaxes(2, 3))                    # (B, H, T, S)
+    B, H, T, K = q.shape
+    G, S = k.shape[1:3]
+    n = H // G if G else 0
+    factor = 1 / math.sqrt(K) if scale is None else float(scale)
+    grouped = (B, G, n * T, K)                          # the query heads of a group, one under the other
+    s = product(q.reshape(grouped), k.swapaxes(2, 3)).reshape(B, H, T, S)
     s *= factor
-    visible = mask.visible(T, S)
-    if visible is not None:
-        s = xp.where(xp.asarray(visible), s, -xp.inf)
+    seen = visibility(xp, mask, T, S, q_documents, k_documents)
+    if seen is not None:
+        s = xp.where(seen, s, -xp.inf)
     p = softmax_array(s)
-    y = product(p, v)                                   # (B, H, T, K)
+    y = product(p.reshape(B, G, n * T, S), v).reshape(q.shape)
 
     def vjp(dy):
-        dv = product(p.swapaxes(2, 3), dy)
+        dy = dy.reshape(grouped)
+        pg = p.reshape(B, G, n * T, S)
+        dv = product(pg.swapaxes(2, 3), dy)             # the product sums over the group, too
         ds = product(dy, v.swapaxes(2, 3))              # dp
-        ds -= (p * ds).sum(axis=-1, keepdims=True)
-        ds *= p
+        ds -= (pg * ds).sum(axis=-1, keepdims=True)
+        ds *= pg
         ds *= factor
-        return product(ds, k), product(ds.swapaxes(2, 3), q), dv
+        return product(ds, k).reshape(q.shape), product(ds.swapaxes(2, 3), q.reshape(grouped)), dv, None, None
     return y, vjp
+
+
+def check(q, k, v, q_documents, k_documents):
+    whole = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] > 0
+    if not whole or (q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]):
+        raise ValueError(f"attention: q{list(q.shape)}, k{list(k.shape)}, v{list(v.shape)} must be [B, H, T, K], [B, G, S, K], "
+                         f"[B, G, S, K] with G dividing H and K > 0")
+    if (q_documents is None) != (k_documents is None):
+        raise ValueError("attention: documents of the queries and of the keys are given together, or not at all")
+    for documents, of in ((q_documents, q), (k_documents, k)):
+        if documents is not None and documents.shape != (of.shape[0], of.shape[2]):
+            raise ValueError(f"attention: documents{list(documents.shape)} must be [{of.shape[0]}, {of.shape[2]}]")
+
+
+def visibility(xp, mask, T, S, q_documents, k_documents):
+    """bool[T, S] or bool[B, 1, T, S], None where all is visible."""
+    seen = mask.visible(T, S)
+    seen = None if seen is None else xp.asarray(seen)
+    if q_documents is None:
+        return seen
+    same = (q_documents[:, :, None] == k_documents[:, None, :])[:, None]
+    return same if seen is None else same & seen

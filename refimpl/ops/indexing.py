@@ -1,4 +1,4 @@
-"""embedding: rows of a table, picked by integer ids."""
+"""Rows picked and rows added up by integer ids: embedding, gather and its transpose scatter_add."""
 from refimpl.array import xp_of
 from refimpl.autograd import op
 
@@ -9,6 +9,21 @@ def check_ids(op_name, ids, below):
         raise TypeError(f"{op_name}: ids must be integers, got {ids.dtype}")
     if ids.size and not (0 <= int(ids.min()) and int(ids.max()) < below):
         raise ValueError(f"{op_name}: ids must be in [0, {below}), got {int(ids.min())} to {int(ids.max())}")
+
+
+def sum_by_id(values, ids, n):
+    """y[v] = Σ values over the places where ids = v, for v < n: a sorted segment sum, the same bits in every run.
+
+    `y[ids] += values` would keep only one of equal ids.  Shapes: values[N, ...], ids int[N] -> y[n, ...]
+    """
+    xp = xp_of(values)
+    y = xp.zeros((n, *values.shape[1:]), values.dtype)
+    if ids.size:
+        order = xp.argsort(ids, kind="stable")
+        in_order = ids[order]
+        starts = xp.flatnonzero(xp.concatenate([xp.ones(1, bool), in_order[1:] != in_order[:-1]]))
+        y[in_order[starts]] = xp.add.reduceat(values[order], starts, axis=0)
+    return y
 
 
 @op(linearity="each", named_by=0)
@@ -23,10 +38,49 @@ def embedding(w, ids):
     """
     check_ids("embedding", ids, w.shape[0])
     y = w[ids]
-    xp, shape = xp_of(w), w.shape
+    V, D = w.shape
 
     def vjp(dy):
-        dw = xp.zeros(shape, dy.dtype)
-        xp.add.at(dw, ids, dy)                          # dw[ids] += dy would keep only one of equal ids
-        return dw, None
+        return sum_by_id(dy.reshape(ids.size, D), ids.reshape(-1), V), None
+    return y, vjp
+
+
+@op(linearity="each")
+def gather(x, ids):
+    """Slices along the first axis, in any order and any number of times.
+
+    Equation:   y_i = x[ids_i]
+    Shapes:     x[N, ...], ids int[M] -> y[M, ...]
+    VJP:        dx[v] = Σ dy_i over the i with ids_i = v
+    Residuals:  ids
+    Reference:  numpy.take along axis 0
+    """
+    if ids.ndim != 1 or x.ndim == 0:
+        raise ValueError(f"gather: x{list(x.shape)} and ids{list(ids.shape)} must be [N, ...] and [M]")
+    check_ids("gather", ids, x.shape[0])
+    y = x[ids]
+    N = x.shape[0]
+
+    def vjp(dy):
+        return sum_by_id(dy, ids, N), None
+    return y, vjp
+
+
+@op(linearity="each")
+def scatter_add(x, ids, n=0):
+    """Slices added into `n` slots; equal ids add up.  The transpose of gather.
+
+    Equation:   y[v] = Σ x_i over the i with ids_i = v
+    Shapes:     x[M, ...], ids int[M] -> y[n, ...]
+    VJP:        dx_i = dy[ids_i]
+    Residuals:  ids
+    Reference:  numpy.add.at; torch index_add
+    """
+    if ids.ndim != 1 or ids.shape != x.shape[:1]:
+        raise ValueError(f"scatter_add: x{list(x.shape)} and ids{list(ids.shape)} must be [M, ...] and [M]")
+    check_ids("scatter_add", ids, n)
+    y = sum_by_id(x, ids, n)
+
+    def vjp(dy):
+        return dy[ids], None
     return y, vjp

@@ -3,42 +3,69 @@ from refimpl.array import xp_of
 from refimpl.autograd import op
 
 IGNORE = -100
+SMOOTHING_OVER = ("all", "others")
 
 
 @op
-def cross_entropy(logits, targets, ignore_index=IGNORE):
+def cross_entropy(logits, targets, ignore_index=IGNORE, smoothing=0.0, smoothing_over="all", z_loss=0.0):
     """Cross entropy of integer targets, summed, and the number of targets that count.
 
-    Never a mean: means of shards or micro-batches with different counts do not add up.
+    Never a mean: means of shards or micro-batches with different counts do not add up.  Label smoothing α has two published
+    forms: spread over "all" V classes (t = α/V + [target]·(1 - α); Szegedy et al. 2016, PyTorch), or over the V - 1 "others"
+    (t = α/(V - 1) off the target, 1 - α on it; Megatron-LM).
 
-    Equation:   y = Σ (lse(logits) - logits[target]),  count = number of targets ≠ ignore_index
+    Equation:   y = Σ (lse - Σ_v t_v·logits_v + z·lse²),  count = number of targets ≠ ignore_index,  z the z-loss coefficient
     Shapes:     logits[..., V], targets int[...] -> y[], count int[]
-    VJP:        dlogits = dy·(softmax(logits) - onehot(target)), 0 in rows that are ignored
-    Residuals:  p, rows, columns
-    Reference:  Goodfellow et al. 2016, section 6.2.2.  torch cross_entropy(reduction="sum")
+    VJP:        dlogits = dy·((1 + 2·z·lse)·softmax(logits) - t), 0 in rows that are ignored
+    Residuals:  p, rows, columns, lse
+    Reference:  Goodfellow et al. 2016, section 6.2.2; z-loss: Chowdhery et al. 2022 (PaLM), section 5
     """
     V = logits.shape[-1] if logits.ndim else 0
-    if targets.shape != logits.shape[:-1] or targets.dtype.kind not in "iu" or V == 0:
-        raise ValueError(f"cross_entropy: logits{list(logits.shape)} with V > 0 need integer targets"
-                         f"{list(logits.shape[:-1])}, got {targets.dtype}{list(targets.shape)}")
+    check(logits, targets, V, smoothing, smoothing_over)
     xp = xp_of(logits)
     flat, ids = logits.reshape(-1, V), targets.reshape(-1)
-    counted = ids != ignore_index
-    rows, columns = xp.flatnonzero(counted), ids[counted]
+    rows = xp.flatnonzero(ids != ignore_index)
+    columns = ids[rows]
     if rows.size and not (0 <= int(columns.min()) and int(columns.max()) < V):
         raise ValueError(f"cross_entropy: targets must be in [0, {V}) or {ignore_index}, got {int(columns.min())} to "
                          f"{int(columns.max())}")
-    shifted = flat - flat.max(axis=-1, keepdims=True)   # (N, V)
-    p = xp.exp(shifted)
+    z_loss = float(z_loss)
+    low, high = spread(float(smoothing), smoothing_over, V)
+    m = flat.max(axis=-1, keepdims=True)
+    p = xp.exp(flat - m)                                # (N, V)
     total = p.sum(axis=-1, keepdims=True)
-    y = (xp.log(total[rows, 0]) - shifted[rows, columns]).sum()
     p /= total
+    lse = (m + xp.log(total))[rows, 0]                  # of the rows that count
+    y = (lse - (high - low) * flat[rows, columns]).sum()
+    if low:
+        y = y - low * flat[rows].sum()
+    if z_loss:
+        y = y + z_loss * (lse * lse).sum()
     shape = logits.shape
 
     def vjp(dy, dcount=None):
-        dlogits = xp.zeros_like(p)
-        dlogits[rows] = p[rows]
-        dlogits[rows, columns] -= 1                     # each row once: no duplicates
-        dlogits *= dy
+        d = p[rows]
+        if z_loss:
+            d *= (1 + 2 * z_loss * lse)[:, None]
+        d -= low
+        d[xp.arange(rows.size), columns] -= high - low  # each row once: no duplicates
+        dlogits = xp.zeros(p.shape, p.dtype)
+        dlogits[rows] = d * dy
         return dlogits.reshape(shape), None
     return (y, xp.asarray(rows.size)), vjp
+
+
+def spread(smoothing, over, V):
+    """The target distribution: its value off the target and on it."""
+    if over == "all":
+        return smoothing / V, 1 - smoothing + smoothing / V
+    return (smoothing / (V - 1) if V > 1 else 0.0), 1 - smoothing
+
+
+def check(logits, targets, V, smoothing, over):
+    if targets.shape != logits.shape[:-1] or targets.dtype.kind not in "iu" or V == 0:
+        raise ValueError(f"cross_entropy: logits{list(logits.shape)} with V > 0 need integer targets"
+                         f"{list(logits.shape[:-1])}, got {targets.dtype}{list(targets.shape)}")
+    if not 0 <= smoothing < 1 or over not in SMOOTHING_OVER:
+        raise ValueError(f"cross_entropy: smoothing must be in [0, 1) and smoothing_over one of {', '.join(SMOOTHING_OVER)}, "
+                         f"got {smoothing} and {over!r}")

@@ -32,3 +32,36 @@ def layer_norm(x, g, b, eps=1e-5):
         leading = tuple(range(dy.ndim - 1))
         return dx, (xhat * dy).sum(axis=leading), dy.sum(axis=leading)
     return y, vjp
+
+
+GAINS = ("w", "1+w")
+
+
+@op
+def rms_norm(x, w, eps=1e-6, gain="w"):
+    """Root-mean-square normalisation over the last axis.
+
+    gain "w" multiplies by w (LLaMA, initial w = 1), "1+w" by 1 + w (Gemma, initial w = 0): the same weights give different
+    numbers, so the form is named.
+
+    Equation:   xhat = x·r,  r = 1/√(mean x² + eps);  y = xhat·w or xhat·(1 + w)
+    Shapes:     x[..., D], w[D] -> y[..., D]
+    VJP:        dx = r·(dxhat - xhat·mean(dxhat·xhat)),  dxhat = factor·dy;  dw = Σ xhat·dy, over all leading axes
+    Residuals:  xhat, r, factor
+    Reference:  Zhang and Sennrich 2019, eq. 4.  HF LlamaRMSNorm, GemmaRMSNorm
+    """
+    D = x.shape[-1] if x.ndim else 0
+    if w.shape != (D,) or D == 0 or gain not in GAINS:
+        raise ValueError(f"rms_norm: x{list(x.shape)} needs w of shape [{D}], D > 0, and gain {' or '.join(GAINS)}; got "
+                         f"w{list(w.shape)}, {gain!r}")
+    r = 1 / xp_of(x).sqrt((x * x).mean(axis=-1, keepdims=True) + float(eps))
+    xhat = x * r
+    factor = w if gain == "w" else 1 + w
+    y = xhat * factor
+
+    def vjp(dy):
+        dxhat = factor * dy
+        dx = dxhat - xhat * (dxhat * xhat).mean(axis=-1, keepdims=True)
+        dx *= r
+        return dx, (xhat * dy).sum(axis=tuple(range(dy.ndim - 1)))
+    return y, vjp

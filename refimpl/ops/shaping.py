@@ -1,4 +1,8 @@
-"""reshape and transpose: the same elements in another order.  Heads are split and merged with these two."""
+"""The same elements elsewhere: reshape, transpose, concat, split, slice_axis, pad, repeat, stop_gradient, straight_through.
+
+Their vjps move the cotangent back; only repeat adds.
+"""
+from refimpl.array import xp_of
 from refimpl.autograd import op
 
 
@@ -42,4 +46,166 @@ def transpose(x, axes=()):
 
     def vjp(dy):
         return dy.transpose(inverse)
+    return y, vjp
+
+
+@op(linearity="joint")
+def concat(*parts, axis=-1):
+    """Join arrays along one axis.
+
+    Equation:   y = [x_0 x_1 ...]
+    Shapes:     x_k[.., n_k, ..] -> y[.., Σ n_k, ..]
+    VJP:        dx_k = the part of dy that x_k became
+    Residuals:  none
+    Reference:  numpy.concatenate
+    """
+    try:
+        y = xp_of(*parts).concatenate(parts, axis=axis)
+    except ValueError:                                  # numpy's AxisError is one
+        shapes = [list(p.shape) for p in parts]
+        raise ValueError(f"concat along axis {axis} of {shapes}: all other axes must be equal") from None
+    sizes = [p.shape[axis] for p in parts]
+
+    def vjp(dy):
+        return cut(dy, sizes, axis)
+    return y, vjp
+
+
+@op(linearity="each")
+def split(x, sizes=(), axis=-1):
+    """Cut an array along one axis into parts of the given sizes.
+
+    Equation:   [y_0 y_1 ...] = x   (a view of x)
+    Shapes:     x[.., Σ n_k, ..] -> y_k[.., n_k, ..], a tuple
+    VJP:        dx = [dy_0 dy_1 ...]
+    Residuals:  none
+    Reference:  numpy.split, torch.split
+    """
+    if sum(sizes) != x.shape[axis]:
+        raise ValueError(f"split: the sizes {tuple(sizes)} do not add up to the {x.shape[axis]} along axis {axis} of "
+                         f"x{list(x.shape)}")
+    y = cut(x, sizes, axis)
+    xp = xp_of(x)
+
+    def vjp(*dys):
+        return xp.concatenate(dys, axis=axis)
+    return y, vjp
+
+
+def cut(x, sizes, axis):
+    """x in parts of the given sizes along `axis`."""
+    parts, start = [], 0
+    for n in sizes:
+        parts.append(x[along(x, axis, start, start + n)])
+        start += n
+    return tuple(parts)
+
+
+def along(x, axis, start, stop):
+    """The index of start:stop along `axis`."""
+    where = [slice(None)] * x.ndim
+    where[axis] = slice(start, stop)
+    return tuple(where)
+
+
+@op(linearity="each")
+def slice_axis(x, axis=-1, start=0, stop=None):
+    """The elements start..stop-1 along one axis.
+
+    Equation:   y_i = x_{start + i}   (a view of x)
+    Shapes:     x[.., n, ..] -> y[.., stop - start, ..]
+    VJP:        dx = dy inside, 0 outside
+    Residuals:  none
+    Reference:  numpy's slices; torch.narrow
+    """
+    stop = x.shape[axis] if stop is None else stop
+    if not 0 <= start <= stop <= x.shape[axis]:
+        raise ValueError(f"slice_axis: {start}..{stop} is not inside axis {axis} of x{list(x.shape)}")
+    where, shape = along(x, axis, start, stop), x.shape
+    y = x[where]
+    xp = xp_of(x)
+
+    def vjp(dy):
+        dx = xp.zeros(shape, dy.dtype)
+        dx[where] = dy
+        return dx
+    return y, vjp
+
+
+@op(linearity="each")
+def pad(x, before=0, after=0, axis=-1):
+    """Zeros before and after, along one axis.
+
+    Equation:   y = [0 x 0]
+    Shapes:     x[.., n, ..] -> y[.., before + n + after, ..]
+    VJP:        dx = the part of dy that x became
+    Residuals:  none
+    Reference:  numpy.pad
+    """
+    if before < 0 or after < 0:
+        raise ValueError(f"pad: before and after must be at least 0, got {before} and {after}")
+    shape = list(x.shape)
+    shape[axis] += before + after
+    where = along(x, axis, before, before + x.shape[axis])
+    y = xp_of(x).zeros(shape, x.dtype)
+    y[where] = x
+
+    def vjp(dy):
+        return dy[where]
+    return y, vjp
+
+
+@op(linearity="each")
+def repeat(x, times=1, axis=-1):
+    """Every element `times` times in a row, along one axis: kv heads 0,0,1,1 for grouped attention (never tiled 0,1,0,1).
+
+    Equation:   y_i = x_{⌊i/times⌋}
+    Shapes:     x[.., n, ..] -> y[.., n·times, ..]
+    VJP:        dx_j = Σ dy_i over the `times` copies of j
+    Residuals:  none
+    Reference:  numpy.repeat; torch.repeat_interleave
+    """
+    axis = axis % x.ndim
+    y = xp_of(x).repeat(x, times, axis=axis)
+    shape = x.shape[:axis + 1] + (times,) + x.shape[axis + 1:]
+
+    def vjp(dy):
+        return dy.reshape(shape).sum(axis=axis + 1)
+    return y, vjp
+
+
+@op(linearity="each", surrogate=True)
+def stop_gradient(x):
+    """The value without its gradient.
+
+    Equation:   y = x   (a view of x)
+    Shapes:     x[...] -> y[...]
+    VJP:        dx = 0
+    Residuals:  none
+    Reference:  jax.lax.stop_gradient, torch detach
+    """
+    y = x.view()
+
+    def vjp(dy):
+        return dy * 0
+    return y, vjp
+
+
+@op(surrogate=True)
+def straight_through(hard, soft):
+    """The value of `hard` with the gradient of `soft`: how a rounding or a codebook lookup is trained.
+
+    Equation:   y = hard   (a view of it)
+    Shapes:     hard[...], soft[...] -> y[...]
+    VJP:        dhard = 0;  dsoft = dy
+    Residuals:  none
+    Reference:  Bengio, Léonard, Courville 2013, section 3; van den Oord et al. 2017 (VQ-VAE), section 3.2
+    """
+    if hard.shape != soft.shape or hard.dtype != soft.dtype:
+        raise ValueError(f"straight_through: hard {hard.dtype}{list(hard.shape)} and soft {soft.dtype}{list(soft.shape)} must "
+                         f"have one shape and dtype")
+    y = hard.view()
+
+    def vjp(dy):
+        return None, dy
     return y, vjp

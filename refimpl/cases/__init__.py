@@ -1,0 +1,22 @@
+"""The inputs that the checks of ops run on: one table for the tests and for golden op cases.
+
+    CASES["layer_norm"]         cases of an op: its positional arrays and its static arguments
+    COLLECTIVES["copy_to"]      cases of a collective: layouts before and after, the global shape, how it is cut
+    unchecked()                 registered ops of this package that have neither; a test wants it empty
+
+Values are rng.py's hash of "op/case/argument", so any language can make them without a file.  Every op meets odd and prime
+sizes, sizes 0 and 1, and the values that break it: equal and huge logits, rows without a key, ignored targets, repeated ids.
+"""
+from refimpl.autograd import REGISTRY
+from refimpl.cases.collectives import COLLECTIVES, Collective
+from refimpl.cases.makers import Case
+from refimpl.cases.ops import CASES
+
+
+def unchecked() -> list[str]:
+    """Registered ops of this package without a case.  Import all its modules first."""
+    return sorted(name for name, op in REGISTRY.items() if op.__module__.partition(".")[0] == "refimpl"
+                  and not (COLLECTIVES if op.collective else {**CASES, **COLLECTIVES}).get(name))
+
+
+__all__ = ["CASES", "COLLECTIVES", "Case", "Collective", "unchecked"]

@@ -1,0 +1,57 @@
+"""Which keys a query sees: one object answers for the whole matrix, for a block of it, and for any positions."""
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A rule over (query position i, key position j); its parts are joined by "and", but for the prefix.
+
+    causal   j ≤ i
+    window   i - j < window: `window` keys including the own one (and j - i < window where not causal)
+    prefix   the first `prefix` positions see each other both ways: j < prefix is visible to every query
+
+    With fewer queries than keys (cached decoding) the queries are the *last* T of the S positions: bottom-right aligned.
+    Documents are told apart by ids given to `attention`, not here: they are data.
+
+    >>> Mask(causal=True).visible(2, 5).astype(int).tolist()
+    [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    >>> Mask(causal=True, window=2).visible(3, 3).astype(int).tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    >>> Mask(causal=True, prefix=2).visible(3, 3).astype(int).tolist()
+    [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    """
+    causal: bool = False
+    window: int | None = None
+    prefix: int = 0
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be at least 1 (the own position), got {self.window}")
+        if self.prefix < 0 or (self.prefix and not self.causal):
+            raise ValueError(f"prefix must be at least 0 and needs causal=True, got prefix {self.prefix}, causal {self.causal}")
+
+    def visible(self, T: int, S: int) -> np.ndarray | None:
+        """bool[T, S], or None where every query sees every key."""
+        answer = self.block(np.arange(S - T, S), np.arange(S))
+        return None if answer is True else np.broadcast_to(answer, (T, S))
+
+    def block(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray | bool:
+        """For query and key positions: True (all visible), False (none), or bool[len(queries), len(keys)]."""
+        if not self.causal and self.window is None:
+            return True
+        distance = queries[:, None] - keys[None, :]     # i - j
+        seen = distance >= 0 if self.causal else np.ones(distance.shape, bool)
+        if self.window is not None:
+            seen &= np.abs(distance) < self.window
+        if self.prefix:
+            seen |= keys[None, :] < self.prefix
+        return True if seen.all() else bool(seen.any()) and seen
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+CAUSAL = Mask(causal=True)

@@ -1,0 +1,120 @@
+"""sum, mean, max, cumsum and the Euclidean norm along axes.
+
+`axis` is one axis, a tuple or None for all.  mean and max over nothing have no value and are errors.
+"""
+from refimpl.array import xp_of
+from refimpl.autograd import op
+from refimpl.ops.corners import times
+
+
+def restore(dy, axis, keepdims, xp):
+    """A reduced cotangent with the reduced axes back as size 1, so that it broadcasts."""
+    return dy if keepdims or axis is None else xp.expand_dims(dy, axis)
+
+
+def reduced_count(op_name, x, axis):
+    """How many elements one output is made of.  Error: ValueError where there is none."""
+    axes = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+    n = 1
+    for a in axes:
+        n *= x.shape[a]
+    if n == 0:
+        raise ValueError(f"{op_name} over axis {axis} of x{list(x.shape)}: there is nothing to take the {op_name} of")
+    return n
+
+
+@op(linearity="each")
+def sum(x, axis=None, keepdims=False):
+    """Sum.
+
+    Equation:   y = Σ_axis x
+    Shapes:     x[..., n, ...] -> y[..., ...]
+    VJP:        dx = dy, repeated along the axes summed over
+    Residuals:  none
+    Reference:  numpy.sum
+    """
+    y = x.sum(axis=axis, keepdims=keepdims)
+    xp, shape = xp_of(x), x.shape
+
+    def vjp(dy):
+        return xp.broadcast_to(restore(dy, axis, keepdims, xp), shape)
+    return y, vjp
+
+
+@op(linearity="each")
+def mean(x, axis=None, keepdims=False):
+    """Arithmetic mean; over nothing it is an error.
+
+    Equation:   y = (1/n)·Σ_axis x
+    Shapes:     x[..., n, ...] -> y[..., ...]
+    VJP:        dx = dy/n, repeated along the axes averaged over
+    Residuals:  none
+    Reference:  numpy.mean
+    """
+    n = reduced_count("mean", x, axis)
+    y = x.mean(axis=axis, keepdims=keepdims)
+    xp, shape = xp_of(x), x.shape
+
+    def vjp(dy):
+        return xp.broadcast_to(restore(dy / n, axis, keepdims, xp), shape)
+    return y, vjp
+
+
+@op
+def max(x, axis=None, keepdims=False):
+    """Maximum; over nothing it is an error.  Elements that tie for it share its gradient equally.
+
+    Equation:   y = max_axis x
+    Shapes:     x[..., n, ...] -> y[..., ...]
+    VJP:        dx = dy·h/Σ_axis h,  h = [x = y]   (the shares add up to 1, whatever the number of ties)
+    Residuals:  winners
+    Reference:  a subgradient; torch.amax and jax.numpy.max use the same rule
+    """
+    reduced_count("max", x, axis)
+    xp = xp_of(x)
+    top = x.max(axis=axis, keepdims=True)
+    winners = x == top                                  # bool: one byte an element
+    y = top if keepdims else x.max(axis=axis)
+
+    def vjp(dy):
+        share = restore(dy, axis, keepdims, xp) / winners.sum(axis=axis, keepdims=True).astype(dy.dtype)
+        return winners * share
+    return y, vjp
+
+
+@op(linearity="each")
+def cumsum(x, axis=-1):
+    """Running sum along one axis.
+
+    Equation:   y_i = Σ_{j ≤ i} x_j
+    Shapes:     x[..., n, ...] -> y[..., n, ...]
+    VJP:        dx_j = Σ_{i ≥ j} dy_i  (the running sum from the other end)
+    Residuals:  none
+    Reference:  numpy.cumsum
+    """
+    xp = xp_of(x)
+    y = xp.cumsum(x, axis=axis, dtype=x.dtype)
+
+    def vjp(dy):
+        return xp.flip(xp.cumsum(xp.flip(dy, axis=axis), axis=axis, dtype=dy.dtype), axis=axis)
+    return y, vjp
+
+
+@op
+def norm(x, axis=-1, keepdims=False):
+    """Euclidean norm along an axis.  At the zero vector its gradient is 0, a subgradient, not nan.
+
+    Equation:   y = √Σ_axis x²
+    Shapes:     x[..., n, ...] -> y[..., ...]
+    VJP:        dx = dy·x/y, and 0 where y = 0
+    Residuals:  x, length
+    Reference:  numpy.linalg.norm
+    """
+    xp = xp_of(x)
+    length = xp.sqrt((x * x).sum(axis=axis, keepdims=True))
+    y = length if keepdims else length.sum(axis=axis)   # the sum over the one element left drops the axis
+
+    def vjp(dy):
+        safe = xp.where(length == 0, xp.ones_like(length), length)
+        return times(restore(dy, axis, keepdims, xp), x / safe)
+    return y, vjp
