@@ -1,6 +1,9 @@
 # make demo          train a small GPT-2 on four MPI ranks and serially, side by side
 # make test          everything that CI runs: style, types, and the suite serially, on threads and under mpirun
 # make test-openmpi  the MPI part once more under Open MPI, in an environment of its own
+# make test-peers    every op and the decoder against torch, onnx and transformers, in an environment of its own (1.5 GB)
+# make test-gpu-check  what the package uses of numpy is what the real cupy has; needs no GPU
+# make test-gpu      the ops and the decoder on a GPU (the driver is enough: cupy and CUDA 13 come from PyPI)
 # make doctor        what this machine has, and what to do about what is missing
 # make clean         remove the environments and results
 #
@@ -12,9 +15,17 @@ MPI ?= mpich
 VENV_mpich := .venv
 VENV_openmpi := .venv-openmpi
 VENV_system := .venv-system
+VENV_peers := .venv-peers
+VENV_gpu := .venv-gpu
+VENV_gpu-check := .venv-gpu-check
 EXTRA_mpich := mpi
 EXTRA_openmpi := openmpi
 EXTRA_system :=
+EXTRAS_run := run
+EXTRAS_test := run,test
+EXTRAS_peers := run,test,peers
+EXTRAS_gpu := run,test,gpu
+EXTRAS_gpu-check := test,gpu-check
 VENV := $(VENV_$(MPI))
 RUN := $(VENV)/bin/python
 ifeq ($(VENV),)
@@ -25,7 +36,7 @@ comma := ,
 extras = [$(if $(EXTRA_$(MPI)),$(EXTRA_$(MPI))$(comma))$(1)]
 install = $(RUN) -m pip install --quiet --disable-pip-version-check --editable ".$(call extras,$(1))"
 
-.PHONY: demo test lint test-serial test-mpi test-openmpi doctor clean
+.PHONY: demo test lint test-serial test-mpi test-openmpi test-peers peers test-gpu gpu test-gpu-check gpu-check doctor clean
 
 demo: $(VENV)/ready-run
 	$(RUN) -m refimpl demo
@@ -47,11 +58,29 @@ test-mpi: $(VENV)/ready-test
 test-openmpi:
 	$(MAKE) MPI=openmpi test-mpi
 
+test-peers:
+	$(MAKE) VENV=$(VENV_peers) peers
+
+peers: $(VENV)/ready-peers
+	timeout --kill-after=10 900 $(RUN) -m pytest tests/peers
+
+test-gpu-check:
+	$(MAKE) VENV=$(VENV_gpu-check) gpu-check
+
+gpu-check: $(VENV)/ready-gpu-check
+	$(RUN) -m pytest -m gpu_check tests/device
+
+test-gpu:
+	$(MAKE) VENV=$(VENV_gpu) gpu
+
+gpu: $(VENV)/ready-gpu
+	timeout --kill-after=10 900 $(RUN) -m pytest -m gpu tests/device
+
 doctor: $(VENV)/ready-run
 	$(RUN) -m refimpl doctor
 
 clean:
-	rm -rf $(VENV_mpich) $(VENV_openmpi) $(VENV_system) runs build *.egg-info .pytest_cache .mypy_cache
+	rm -rf $(VENV_mpich) $(VENV_openmpi) $(VENV_system) $(VENV_peers) $(VENV_gpu) $(VENV_gpu-check) runs build *.egg-info .pytest_cache .mypy_cache
 
 # The environment: made once, and again when setup.cfg changes.
 $(RUN):
@@ -62,5 +91,5 @@ $(RUN):
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/ready-%: setup.cfg pyproject.toml | $(RUN)
-	$(call install,$(if $(filter test,$*),run$(comma)test,$*))
+	$(call install,$(EXTRAS_$*))
 	@touch $@

@@ -1,7 +1,7 @@
 """Which library an array belongs to, and the few things that numpy and cupy do differently.
 
-Every op asks `xp_of(x)` for the module that made its input, so the same lines run on a CPU and on a GPU.  cupy is
-never imported here: an array that came from cupy can only exist if somebody imported it.
+Every op asks `xp_of(x)` for the module that made its input, so the same lines run on a CPU and on a GPU.  What they may use
+of that module is listed in xptable.py.  cupy is imported in one place, `device_module`, when somebody asks for it by name.
 """
 import sys
 from types import ModuleType
@@ -11,14 +11,45 @@ import numpy as np
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 FLOATS = (np.dtype("float64"), np.dtype("float32"))
+DEVICES = ("numpy", "cupy")
+
+
+def on_device(a: Any) -> bool:
+    """Whether `a` is an array that does not live on the host: it has to be fetched with `.get()`."""
+    return hasattr(a, "get") and hasattr(a, "dtype")
+
+
+def is_array(a: Any) -> bool:
+    return isinstance(a, np.ndarray) or on_device(a)
 
 
 def xp_of(*arrays: Array) -> ModuleType:
-    """The array module of the arguments: numpy unless one of them is a cupy array."""
+    """The array module of the arguments: numpy unless one of them lives on a device."""
     for a in arrays:
-        if type(a).__module__.partition(".")[0] == "cupy":
-            return sys.modules["cupy"]
+        if type(a) is not np.ndarray and on_device(a):
+            return sys.modules[type(a).__module__]
     return np
+
+
+def device_module(name: str, local_rank: int = 0) -> ModuleType:
+    """numpy, or cupy with the GPU of this local rank selected: the ranks of a machine take its GPUs in turn.
+
+    Error: ValueError that says what to do where cupy or a GPU is missing.
+    """
+    if name not in DEVICES:
+        raise ValueError(f"device {name!r} is not supported: use one of {', '.join(DEVICES)}")
+    if name == "numpy":
+        return np
+    try:
+        import cupy
+    except ImportError as error:
+        raise ValueError(f"the device cupy needs the package cupy ({error}): pip install 'refimpl[gpu]'") from None
+    try:
+        gpus = cupy.cuda.runtime.getDeviceCount()
+    except RuntimeError as error:                       # CUDARuntimeError is one: no driver, or no GPU
+        raise ValueError(f"the device cupy needs a GPU, and cupy finds none: {str(error).splitlines()[0]}") from None
+    cupy.cuda.Device(local_rank % gpus).use()
+    return cupy
 
 
 def float_dtype(name: str) -> np.dtype:
@@ -30,8 +61,8 @@ def float_dtype(name: str) -> np.dtype:
 
 
 def to_host(a: Array) -> np.ndarray:
-    """`a` as a numpy array (a copy from the device where it lives there)."""
-    return a if isinstance(a, np.ndarray) else a.get() if hasattr(a, "get") else np.asarray(a)
+    """`a` as a numpy array (a copy from the device where it lives there, made when all work on it has ended)."""
+    return a.get() if on_device(a) else np.asarray(a)
 
 
 def freeze(y: Array) -> Array:
@@ -45,8 +76,8 @@ def freeze(y: Array) -> Array:
     return freeze(np.asarray(y)) if isinstance(y, np.generic) else y
 
 
-def owner(a: np.ndarray) -> np.ndarray:
+def owner(a: Array) -> Array:
     """The array that owns the memory of `a` (views share one owner)."""
-    while isinstance(a.base, np.ndarray):
+    while is_array(a.base):
         a = a.base
     return a

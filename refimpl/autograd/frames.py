@@ -14,7 +14,7 @@ from typing import Any, Callable, Iterator
 
 import numpy as np
 
-from refimpl.array import Array, owner
+from refimpl.array import Array, is_array, owner, to_host
 from refimpl.autograd.op import stack
 
 
@@ -103,7 +103,7 @@ def difference(a: Any, b: Any) -> float:
         return max((difference(p, q) for p, q in zip(a, b, strict=True)), default=0.0)
     if a is None or b is None:
         return 0.0 if a is b else np.inf
-    a, b = np.asarray(a), np.asarray(b)
+    a, b = to_host(a), to_host(b)
     if a.shape != b.shape:
         return np.inf
     with np.errstate(invalid="ignore"):
@@ -152,13 +152,13 @@ class Count(Frame):
             return y, vjp
         self.calls[op.name] += 1
         if vjp is not None:
-            inputs = {id(owner(a)) for a in arrays if isinstance(a, np.ndarray)}
+            inputs = {id(owner(a)) for a in arrays if is_array(a)}
             for a in [*(y if isinstance(y, tuple) else (y,)), *residuals(vjp).values()]:
-                if isinstance(a, np.ndarray) and id(owner(a)) not in inputs:
+                if is_array(a) and id(owner(a)) not in inputs:
                     self.watch(owner(a))
         return y, vjp
 
-    def watch(self, a: np.ndarray) -> None:
+    def watch(self, a: Array) -> None:
         if id(a) not in self.seen:
             self.seen.add(id(a))
             self.live += a.nbytes
@@ -178,7 +178,7 @@ def residuals(vjp: Callable) -> dict[str, Array]:
         if hasattr(value, "__array_priority__") and hasattr(value, "shape"):
             kept[name] = value
         elif isinstance(value, (tuple, list)):
-            kept.update({f"{name}[{i}]": v for i, v in enumerate(value) if isinstance(v, np.ndarray)})
+            kept.update({f"{name}[{i}]": v for i, v in enumerate(value) if is_array(v)})
         elif callable(value) and hasattr(value, "__closure__"):
             kept.update(residuals(value))
     return kept

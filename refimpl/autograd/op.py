@@ -71,14 +71,16 @@ class Op:
     collective  its backward communicates, so it runs on every rank even where no gradient arrived
     analytic    complex step differentiation applies
     surrogate   its vjp is, by intention, not the derivative (straight_through)
+    values      which arguments hold values: floats of one dtype, that of the output; the others are ids and conditions
     """
 
     def __init__(self, array: Callable, linearity: str | None = None, layout: Callable | None = None,
                  named_by: int | None = None, collective: bool = False, analytic: bool = True,
-                 surrogate: bool = False) -> None:
+                 surrogate: bool = False, values: slice = slice(None)) -> None:
         self.array, self.name, self.__doc__ = array, array.__name__, array.__doc__
         self.linearity, self.layout, self.named_by = linearity, layout, named_by
         self.collective, self.analytic, self.surrogate, self.detail = collective, analytic, surrogate, False
+        self.values = values
         self.__wrapped__ = array
         self.__signature__ = inspect.signature(array)
         self.__module__ = array.__module__
@@ -103,6 +105,7 @@ class Op:
         for key, value in static.items():
             if type(value) is Tensor or getattr(value, "shape", None):
                 raise TypeError(f"{self.name}: {key} is a {type(value).__name__} given by name: arrays are given by position")
+        self.check_dtypes(arrays)
         layout = self.layout(args, static) if self.layout else join(self, tensors)
         if layout.partial and self.linearity == "joint" and len(tensors) < len(args):
             raise LayoutError(f"{self.name} of a value that is partial over {names(layout.partial)} and a plain array: the "
@@ -122,6 +125,18 @@ class Op:
         for t in made:
             t.made_of = leaves
         return tuple(made) if type(y) is tuple else made[0]
+
+    def check_dtypes(self, arrays: list[Any]) -> None:
+        """Error: TypeError unless all values are floats of one dtype, which is then that of the output."""
+        dtype: Any = None
+        for k, a in enumerate(arrays[self.values], self.values.start or 0):
+            if a is None or a.dtype is dtype:
+                continue
+            if a.dtype.kind not in "fc":
+                raise TypeError(f"{self.name}: argument {k} is {a.dtype}: it must be float64 or float32")
+            if dtype is not None and a.dtype != dtype:  # None alone would compare equal to float64
+                raise TypeError(f"{self.name}: its arguments are {dtype} and {a.dtype}: they must have one dtype")
+            dtype = a.dtype
 
     def call_name(self, scope: str, weight: str | None) -> str:
         """The activation's name: the weight's without its last part (attn.q.w -> attn.q), else scope + op."""

@@ -2,6 +2,8 @@
 
     CASES["layer_norm"]         cases of an op: its positional arrays and its static arguments
     COLLECTIVES["copy_to"]      cases of a collective: layouts before and after, the global shape, how it is cut
+    EDGES, edge_cases("max")    the edge library: arrays that break things, and each op called on them (edges.py)
+    EXACT["matmul"]             dyadic inputs, on which a linear op rounds nothing (exact.py)
     unchecked()                 registered ops of this package that have neither; a test wants it empty
 
 Values are rng.py's hash of "op/case/argument", so any language can make them without a file.  Every op meets odd and prime
@@ -9,6 +11,8 @@ sizes, sizes 0 and 1, and the values that break it: equal and huge logits, rows 
 """
 from refimpl.autograd import REGISTRY
 from refimpl.cases.collectives import COLLECTIVES, Collective
+from refimpl.cases.edges import EDGES, edge_cases
+from refimpl.cases.exact import EXACT
 from refimpl.cases.makers import Case
 from refimpl.cases.ops import CASES
 
@@ -19,4 +23,4 @@ def unchecked() -> list[str]:
                   and not (COLLECTIVES if op.collective else {**CASES, **COLLECTIVES}).get(name))
 
 
-__all__ = ["CASES", "COLLECTIVES", "Case", "Collective", "unchecked"]
+__all__ = ["CASES", "COLLECTIVES", "Case", "Collective", "EDGES", "EXACT", "edge_cases", "unchecked"]

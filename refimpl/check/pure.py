@@ -121,7 +121,7 @@ def check_views(f: Any, *arrays: Any, **static: Any) -> None:
 
 def check_docstring(op: Any) -> None:
     """Equation, Shapes, VJP, Residuals and Reference are all there."""
-    missing = [s for s in SECTIONS if not re.search(rf"^ +{s}: +\S", op.__doc__ or "", re.M)]
+    missing = [s for s in SECTIONS if not re.search(rf"^ *{s}: +\S", op.__doc__ or "", re.M)]
     assert not missing, f"{title(op)}: the docstring lacks {', '.join(missing)}"
 
 

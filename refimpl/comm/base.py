@@ -2,8 +2,9 @@
 
 A communicator joins the ranks along one or more mesh axes and knows their names.  The methods here check their arguments,
 let the ranks agree on what they are about to do, count in the ledger, and are seams, so that recorders see what travels;
-a backend supplies `_all_reduce` and its kin for contiguous host arrays.  Arguments are never written to; results are new
-arrays, except on one rank, where every collective is the identity.
+a backend supplies `_all_reduce` and its kin for contiguous host arrays; an array on a device travels by way of the host,
+which waits until the device has made it.  Arguments are never written to; results are new arrays, except on one rank,
+where every collective is the identity.
 """
 import time
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 
-from refimpl.array import Array, xp_of
+from refimpl.array import Array, to_host, xp_of
 from refimpl.autograd import seam, stack
 from refimpl.comm.ledger import Key, Ledger
 
@@ -70,8 +71,8 @@ class Comm:
                 raise ValueError(f"rank {self.rank} of {self.size} holds {x.shape[axis]} along axis {axis}, sizes say {sizes}")
         if self.size == 1:
             return x
-        y = self.run("all_gather", f"{form(x, axis)}, sizes {sizes}", np.moveaxis(x, axis, 0), sizes)
-        return np.moveaxis(y, 0, axis)                  # backends join along axis 0
+        y = self.run("all_gather", f"{form(x, axis)}, sizes {sizes}", np.moveaxis(to_host(x), axis, 0), sizes)
+        return xp_of(x).asarray(np.moveaxis(y, 0, axis))        # backends join along axis 0
 
     @seam
     def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int] | None = None) -> Array:
@@ -89,8 +90,8 @@ class Comm:
         if self.size == 1:
             return x
         y = self.run("reduce_scatter", f"{form(x)} along axis {axis}, shares {sizes}",
-                     np.moveaxis(widened(x), axis, 0), sizes)
-        return np.moveaxis(y, 0, axis).astype(x.dtype, copy=False)
+                     np.moveaxis(to_host(widened(x)), axis, 0), sizes)
+        return xp_of(x).asarray(np.moveaxis(y, 0, axis).astype(x.dtype, copy=False))
 
     @seam
     def broadcast(self, x: Array, root: int = 0) -> Array:
@@ -153,17 +154,15 @@ class Comm:
             raise TypeError(f"takes an array, got {type(x).__name__}: np.asarray a list, give a Tensor's .array")
         if x.dtype.kind not in "fiub" or not x.dtype.isnative:
             raise TypeError(f"takes native float, integer or bool arrays, got {x.dtype.str}")
-        if self.size > 1 and xp_of(x) is not np:
-            raise TypeError("takes host arrays on more than one rank, got a cupy array: to_host it first")
 
     def run(self, operation: str, what: str, x: Array, *args: Any) -> Array:
         """The backend's `_operation`, once the ranks have agreed on it."""
         start = time.perf_counter()
         self._agree(f"{operation} over {self.name}: {what}")
         backend = getattr(self, f"_{operation}")
-        y = backend(np.ascontiguousarray(x).reshape(x.shape), *args)        # (ascontiguousarray makes 0-d arrays 1-d)
+        y = backend(np.ascontiguousarray(to_host(x)).reshape(x.shape), *args)   # (ascontiguousarray makes 0-d arrays 1-d)
         self.ledger.add(Key(self.name, operation, stack.phase), x.size, x.nbytes, time.perf_counter() - start)
-        return y
+        return xp_of(x).asarray(y)
 
     # A backend supplies these, for contiguous host arrays, with shares along axis 0, on more than one rank.
     _agree: Callable[..., None]                         # (claim, patience=seconds)

@@ -47,6 +47,16 @@ def world(checked: bool = True) -> Comm:
     return comm
 
 
+def local_rank(comm: Comm) -> int:
+    """This rank's number among the ranks of its machine: which GPU it takes.  All ranks call it together."""
+    if not isinstance(comm, MpiComm):
+        return comm.rank
+    node = comm.raw.Split_type(comm.MPI.COMM_TYPE_SHARED)
+    rank = int(node.Get_rank())
+    node.Free()
+    return rank
+
+
 def library(MPI: Any) -> str:
     return " ".join(MPI.Get_library_version().split()[:3]).rstrip(",")
 

@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "library)")
     parser.add_argument("--mesh", default="dp=2,tp=2", help="the mesh (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="training steps (default: %(default)s)")
+    parser.add_argument("--device", default="numpy", help="numpy, or cupy: one GPU per local rank (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="results (default: %(default)s)")
 
 
@@ -52,7 +53,7 @@ def start(title: str, launcher: list[str], mesh: str, out: Path, args: argparse.
     print(title, flush=True)
     (out / "summary.json").unlink(missing_ok=True)      # an old result must not pass for a new one
     bar = "--bar" if sys.stderr.isatty() else "--no-bar"
-    command = [*launcher, sys.executable, "-m", "refimpl", "train", "--mesh", mesh, "--out", str(out),
+    command = [*launcher, sys.executable, "-m", "refimpl", "train", "--mesh", mesh, "--device", args.device, "--out", str(out),
                "--steps", str(args.steps), bar, *(["--text", args.text] if args.text else [])]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}     # matrices this small do not gain from a second BLAS thread
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=one_thread)

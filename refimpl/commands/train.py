@@ -2,6 +2,7 @@
 
     python -m refimpl train --steps 100                                     one rank
     mpirun -n 4 python -m refimpl train --mesh dp=2,tp=2 --out runs/first   four
+    mpirun -n 4 python -m refimpl train --mesh tp=4 --device cupy           four, each with a GPU if there are four
 """
 import argparse
 import json
@@ -20,9 +21,10 @@ from refimpl.train import Options, train
 SMALL = Config(vocab_size=ByteTokenizer.vocab_size, n_layers=2, n_heads=4, d_model=96, max_seq_len=64)
 HELP = {"steps": "training steps", "batch_size": "samples of a step, over all ranks and micro-batches",
         "seq_len": "tokens of a sample", "accumulate": "micro-batches of a step", "lr": "learning rate", "seed": "seed",
-        "weight_decay": "weight decay of the matrices", "dtype": "float64 or float32", "n_layers": "layers",
-        "n_heads": "attention heads", "d_model": "width", "d_ff": "width of the MLP, 0: four times d_model",
-        "dropout": "dropout rate", "max_seq_len": "longest context", "eps": "layer_norm's epsilon"}
+        "weight_decay": "weight decay of the matrices", "dtype": "float64 or float32",
+        "device": "numpy, or cupy: one GPU per local rank", "n_layers": "layers", "n_heads": "attention heads",
+        "d_model": "width", "d_ff": "width of the MLP, 0: four times d_model", "dropout": "dropout rate",
+        "max_seq_len": "longest context", "eps": "layer_norm's epsilon"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@ from typing import Mapping
 
 import numpy as np
 
+from refimpl.array import to_host
 from refimpl.autograd import Params, Tensor
 from refimpl.comm import Mesh
 from refimpl.models import Config, Context, decoder
@@ -22,7 +23,7 @@ def sample(params: Mapping[str, Tensor], prompt: np.ndarray, n: int, cfg: Config
     for i in range(len(tokens), len(tokens) + n):
         seen = tokens[-cfg.max_seq_len:]
         ctx = Context(mesh, np.zeros(1, np.int64), np.arange(len(seen)))
-        logits = decoder.forward(Tensor(seen[None]), Params(params), cfg, ctx).array[0, -1].astype("float64")
+        logits = to_host(decoder.forward(Tensor(seen[None]), Params(params), cfg, ctx).array[0, -1]).astype("float64")
         if temperature == 0:
             choice = int(np.argmax(logits))
         else:

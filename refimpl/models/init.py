@@ -1,4 +1,6 @@
 """Initial weights: each rank makes its own part, bit for bit the slice of the serial run's (rng.py)."""
+from types import ModuleType
+
 import numpy as np
 
 from refimpl.autograd import Tensor
@@ -9,15 +11,18 @@ from refimpl.parallel import box, parameter
 from refimpl.rng import flat_index, stream, uniform_weights
 
 
-def init(cfg: Config, mesh: Mesh, seed: int, dtype: str = "float64") -> dict[str, Tensor]:
-    """This rank's parameters.  The scale comes from the whole matrix, never from a shard's fan-in."""
+def init(cfg: Config, mesh: Mesh, seed: int, dtype: str = "float64", xp: ModuleType = np) -> dict[str, Tensor]:
+    """This rank's parameters, made on the device of `xp` (numpy or cupy): the same bits there.
+
+    The scale comes from the whole matrix, never from a shard's fan-in.
+    """
     out = {}
     for name, row in parameters(cfg, mesh).items():
         where = box(row.placement, row.shape, mesh)
         if row.scale:
-            index = flat_index([np.arange(s.start, s.stop) for s in where], row.shape)
+            index = flat_index([xp.arange(s.start, s.stop) for s in where], row.shape)
             local = uniform_weights(stream(seed, name), index, row.scale, dtype)
         else:
-            local = np.full([s.stop - s.start for s in where], 1.0 if row.scale is None else 0.0, dtype)
+            local = xp.full([s.stop - s.start for s in where], 1.0 if row.scale is None else 0.0, dtype)
         out[name] = parameter(name, local, row.placement)
     return out

@@ -1,7 +1,8 @@
 """The ops.  Each is one function from arrays to (y, vjp): forward and backward side by side.
 
 Read arithmetic.py, linear.py, norms.py, activations.py, attention.py, losses.py; then reductions.py, elementwise.py,
-shaping.py, indexing.py, matmul.py, rope.py, conv.py, random.py.  corners.py says what happens where a slope is infinite.
+shaping.py, indexing.py, matmul.py, rope.py, conv.py, random.py.  corners.py says what happens where a slope is infinite,
+axes.py what an axis number may be.
 """
 from refimpl.ops.activations import gelu_erf, gelu_tanh, log_softmax, logsumexp, quick_gelu, relu, silu, softmax, swiglu
 from refimpl.ops.arithmetic import add, divide, mul, scale, subtract, where

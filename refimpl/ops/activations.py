@@ -3,8 +3,10 @@ import math
 
 from refimpl.array import xp_of
 from refimpl.autograd import op
+from refimpl.ops.corners import annulled, silent
 from refimpl.ops.elementwise import sigmoid_array
 from refimpl.ops.erf import erf_array
+from refimpl.ops.linear import row_dot
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)                 # a Python float: it does not promote float32
 
@@ -19,12 +21,26 @@ def gelu_tanh(x):
     Residuals:  x, t
     Reference:  Hendrycks and Gimpel 2016, section 2.  HF `gelu_new`
     """
-    t = xp_of(x).tanh(SQRT_2_OVER_PI * (x + 0.044715 * (x * x * x)))
-    y = 0.5 * x * (1 + t)
+    t = x * x                                           # in place from here: a temporary costs more than its arithmetic
+    t *= SQRT_2_OVER_PI * 0.044715
+    t += SQRT_2_OVER_PI
+    t *= x
+    t = xp_of(x).tanh(t)
+    y = t + 1
+    y *= x
+    y *= 0.5
 
     def vjp(dy):
-        slope = SQRT_2_OVER_PI * (1 + 3 * 0.044715 * (x * x))   # d of tanh's argument
-        return dy * (0.5 * (1 + t + x * (1 - t * t) * slope))
+        dx = x * x
+        dx *= SQRT_2_OVER_PI * 3 * 0.044715
+        dx += SQRT_2_OVER_PI                            # d of tanh's argument
+        dx *= x
+        dx *= 1 - t * t
+        dx += t
+        dx += 1
+        dx *= 0.5
+        dx *= dy
+        return dx
     return y, vjp
 
 
@@ -43,20 +59,33 @@ def softmax(x):
     y = softmax_array(x)
 
     def vjp(dy):
-        return y * (dy - (y * dy).sum(axis=-1, keepdims=True))
+        dx = dy - row_dot(y, dy)
+        dx *= y
+        return dx
     return y, vjp
 
 
-def softmax_array(x):
-    """softmax of a plain array."""
+def softmax_array(x, own=False):
+    """softmax of a plain array; `own`: x may be overwritten."""
+    return softmax_parts(x, own)[0] if x.shape[-1] else x + 0
+
+
+def softmax_parts(x, own=False):
+    """softmax(x), the rows' maxima m and ln Σ e^(x - m), with x - lse = (x - m) - ln Σ.
+
+    A row with nothing visible, -inf everywhere, has m = 0 and Σ = 1: then its softmax is 0, and no nan arises.
+    """
     xp = xp_of(x)
-    if x.shape[-1] == 0:
-        return x + 0
     m = x.max(axis=-1, keepdims=True)
-    m = xp.where(m == -xp.inf, xp.zeros_like(m), m)     # a row with nothing visible: e^-inf = 0, not e^(-inf + inf)
-    e = xp.exp(x - m)
+    m = xp.where(m == -xp.inf, xp.zeros_like(m), m)
+    if own:
+        x -= m
+    e = x if own else x - m
+    xp.exp(e, out=e)
     total = e.sum(axis=-1, keepdims=True)
-    return e / xp.where(total == 0, xp.ones_like(total), total)
+    total = xp.where(total == 0, xp.ones_like(total), total)
+    e /= total
+    return e, m, xp.log(total)
 
 
 @op
@@ -69,11 +98,14 @@ def log_softmax(x):
     Residuals:  p
     Reference:  torch.log_softmax
     """
-    p, lse = softmax_and_lse(x)
-    y = x - lse
+    check_last_axis("log_softmax", x)
+    p, m, log_total = softmax_parts(x)
+    y = x - m                                           # not x - (m + log_total), which loses digits where m is large
+    y -= log_total
 
     def vjp(dy):
-        return dy - p * dy.sum(axis=-1, keepdims=True)
+        dx = dy - p * dy.sum(axis=-1, keepdims=True)
+        return dx * p.any(axis=-1, keepdims=True)       # 0 in a row that is -inf everywhere, whose p is 0
     return y, vjp
 
 
@@ -87,10 +119,11 @@ def logsumexp(x, keepdims=False):
     Residuals:  p
     Reference:  torch.logsumexp
     """
-    p, lse = softmax_and_lse(x)
-    hidden = (p.real == 0).all(axis=-1, keepdims=True)
+    check_last_axis("logsumexp", x)
     xp = xp_of(x)
-    y = xp.where(hidden, xp.full_like(lse, -xp.inf), lse)
+    p, m, log_total = softmax_parts(x)
+    lse = m + log_total
+    y = xp.where(p.any(axis=-1, keepdims=True), lse, xp.full_like(lse, -xp.inf))
     y = y if keepdims else y[..., 0]
 
     def vjp(dy):
@@ -98,17 +131,9 @@ def logsumexp(x, keepdims=False):
     return y, vjp
 
 
-def softmax_and_lse(x):
-    """softmax(x) and lse(x) of a plain array; in a row that is -inf everywhere 0 and 0, so that x - lse is -inf, not nan."""
-    xp = xp_of(x)
+def check_last_axis(op_name, x):
     if x.ndim == 0 or x.shape[-1] == 0:
-        raise ValueError(f"logsumexp and log_softmax need a last axis with at least one element, got x{list(x.shape)}")
-    m = x.max(axis=-1, keepdims=True)
-    m = xp.where(m == -xp.inf, xp.zeros_like(m), m)
-    p = xp.exp(x - m)
-    total = p.sum(axis=-1, keepdims=True)
-    total = xp.where(total == 0, xp.ones_like(total), total)
-    return p / total, m + xp.log(total)
+        raise ValueError(f"{op_name}: x{list(x.shape)} needs a last axis with at least one element")
 
 
 @op
@@ -121,11 +146,20 @@ def gelu_erf(x):
     Residuals:  x, cdf
     Reference:  Hendrycks and Gimpel 2016, section 2.  HF `gelu`
     """
-    cdf = 0.5 * (1 + erf_array(x * math.sqrt(0.5)))
+    cdf = erf_array(x * math.sqrt(0.5))
+    cdf += 1
+    cdf *= 0.5
     y = x * cdf
 
     def vjp(dy):
-        return dy * (cdf + x * (xp_of(x).exp(-0.5 * (x * x)) * (1 / math.sqrt(2 * math.pi))))
+        dx = x * x
+        dx *= -0.5
+        dx = xp_of(x).exp(dx)
+        dx *= 1 / math.sqrt(2 * math.pi)                # the density of the normal distribution
+        dx *= x
+        dx += cdf
+        dx *= dy
+        return dx
     return y, vjp
 
 
@@ -139,12 +173,13 @@ def relu(x):
     Residuals:  positive
     Reference:  Nair and Hinton 2010
     """
-    xp = xp_of(x)
     positive = x > 0
-    y = xp.maximum(x, 0)
+    y = xp_of(x).maximum(x, 0)
 
     def vjp(dy):
-        return xp.where(positive, dy, xp.zeros_like(dy))
+        with silent():
+            dx = dy * positive
+            return annulled(dx, positive)
     return y, vjp
 
 
@@ -162,8 +197,20 @@ def silu(x):
     y = x * s
 
     def vjp(dy):
-        return dy * (s * (1 + x * (1 - s)))
+        return gated(dy, x, s)
     return y, vjp
+
+
+def gated(dy, x, s, factor=1):
+    """dy·s·(1 + factor·x·(1 - s)): the vjp of x·σ(factor·x)."""
+    dx = 1 - s
+    dx *= x
+    if factor != 1:
+        dx *= factor
+    dx += 1
+    dx *= s
+    dx *= dy
+    return dx
 
 
 @op
@@ -180,7 +227,7 @@ def quick_gelu(x):
     y = x * s
 
     def vjp(dy):
-        return dy * (s * (1 + 1.702 * x * (1 - s)))
+        return gated(dy, x, s, 1.702)
     return y, vjp
 
 
@@ -197,8 +244,11 @@ def swiglu(gate, up):
     if gate.shape != up.shape:
         raise ValueError(f"swiglu: gate{list(gate.shape)} and up{list(up.shape)} must have one shape")
     s = sigmoid_array(gate)
-    y = gate * s * up
+    y = gate * s
+    y *= up
 
     def vjp(dy):
-        return dy * up * (s * (1 + gate * (1 - s))), dy * gate * s
+        dup = dy * gate
+        dup *= s
+        return gated(dy * up, gate, s), dup
     return y, vjp

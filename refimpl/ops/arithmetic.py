@@ -6,7 +6,7 @@ from numbers import Real
 
 from refimpl.array import Array, xp_of
 from refimpl.autograd import Tensor, op
-from refimpl.ops.corners import reciprocal, times
+from refimpl.ops.corners import annulled, silent
 
 
 def unbroadcast(dy: Array, shape: tuple[int, ...]) -> Array:
@@ -19,11 +19,12 @@ def unbroadcast(dy: Array, shape: tuple[int, ...]) -> Array:
     return dy.sum(axis=repeated, keepdims=True)
 
 
-def check_broadcast(op_name, a, b):
-    """Error: ValueError where the shapes of a and b do not broadcast."""
-    if any(m != n and 1 not in (m, n) for m, n in zip(a.shape[::-1], b.shape[::-1])):
-        raise ValueError(f"{op_name}: a{list(a.shape)} and b{list(b.shape)} do not broadcast: counted from the last axis, "
-                         f"sizes must be equal or 1")
+def check_broadcast(op_name, a, b, names="ab", own=0):
+    """Error: ValueError where the shapes of a and b, but for the last `own` axes, do not broadcast."""
+    m, n = a.shape[:a.ndim - own], b.shape[:b.ndim - own]
+    if any(i != j and 1 not in (i, j) for i, j in zip(m[::-1], n[::-1])):
+        raise ValueError(f"{op_name}: {names[0]}{list(a.shape)} and {names[1]}{list(b.shape)} do not broadcast: counted from "
+                         f"{f'axis {-own - 1}' if own else 'the last axis'} on, sizes must be equal or 1")
 
 
 @op(linearity="joint")
@@ -93,16 +94,20 @@ def divide(a, b):
     Reference:  numpy broadcasting
     """
     check_broadcast("divide", a, b)
-    y = a / b
+    with silent():
+        y = a / b
     a_shape = a.shape
 
     def vjp(dy):
-        da = times(dy, reciprocal(b))
-        return unbroadcast(da, a_shape), unbroadcast(-times(da, y), b.shape)
+        with silent():
+            da = annulled(dy / b, dy)
+            db = annulled(da * y, dy)
+            db = -db
+        return unbroadcast(da, a_shape), unbroadcast(db, b.shape)
     return y, vjp
 
 
-@op(linearity="joint")
+@op(linearity="joint", values=slice(1, 3))
 def where(condition, a, b):
     """a where the condition holds, b elsewhere.  The branch that is not taken gets gradient 0, and passes nothing on.
 
@@ -115,8 +120,8 @@ def where(condition, a, b):
     if condition.dtype.kind != "b":
         raise TypeError(f"where: the condition must be bool, got {condition.dtype}")
     check_broadcast("where", a, b)
-    check_broadcast("where", condition, a)
-    check_broadcast("where", condition, b)
+    check_broadcast("where", condition, a, ("condition", "a"))
+    check_broadcast("where", condition, b, ("condition", "b"))
     xp = xp_of(a, b)
     y = xp.where(condition, a, b)
     a_shape, b_shape = a.shape, b.shape

@@ -8,11 +8,11 @@ import math
 from refimpl.array import xp_of
 from refimpl.autograd import op
 from refimpl.ops.activations import softmax_array
-from refimpl.ops.linear import product
+from refimpl.ops.linear import product, row_dot
 from refimpl.ops.mask import Mask
 
 
-@op
+@op(values=slice(3))
 def attention(q, k, v, q_documents=None, k_documents=None, mask=Mask(), scale=None):
     """Scaled dot-product attention with grouped kv heads.  A query that sees no key gives 0 and has gradient 0.
 
@@ -33,10 +33,10 @@ def attention(q, k, v, q_documents=None, k_documents=None, mask=Mask(), scale=No
     grouped = (B, G, n * T, K)                          # the query heads of a group, one under the other
     s = product(q.reshape(grouped), k.swapaxes(2, 3)).reshape(B, H, T, S)
     s *= factor
-    seen = visibility(xp, mask, T, S, q_documents, k_documents)
-    if seen is not None:
-        s = xp.where(seen, s, -xp.inf)
-    p = softmax_array(s)
+    out_of_sight = hidden(xp, mask, T, S, q_documents, k_documents)
+    if out_of_sight is not None:
+        xp.copyto(s, -xp.inf, where=out_of_sight)
+    p = softmax_array(s, own=True)
     y = product(p.reshape(B, G, n * T, S), v).reshape(q.shape)
 
     def vjp(dy):
@@ -44,7 +44,7 @@ def attention(q, k, v, q_documents=None, k_documents=None, mask=Mask(), scale=No
         pg = p.reshape(B, G, n * T, S)
         dv = product(pg.swapaxes(2, 3), dy)             # the product sums over the group, too
         ds = product(dy, v.swapaxes(2, 3))              # dp
-        ds -= (pg * ds).sum(axis=-1, keepdims=True)
+        ds -= row_dot(pg, ds)
         ds *= pg
         ds *= factor
         return product(ds, k).reshape(q.shape), product(ds.swapaxes(2, 3), q.reshape(grouped)), dv, None, None
@@ -63,11 +63,12 @@ def check(q, k, v, q_documents, k_documents):
             raise ValueError(f"attention: documents{list(documents.shape)} must be [{of.shape[0]}, {of.shape[2]}]")
 
 
-def visibility(xp, mask, T, S, q_documents, k_documents):
-    """bool[T, S] or bool[B, 1, T, S], None where all is visible."""
+def hidden(xp, mask, T, S, q_documents, k_documents):
+    """bool[T, S] or bool[B, 1, T, S]: where a query does not see a key.  None where all is visible."""
     seen = mask.visible(T, S)
-    seen = None if seen is None else xp.asarray(seen)
+    out = None if seen is None else xp.asarray(~seen)
     if q_documents is None:
-        return seen
-    same = (q_documents[:, :, None] == k_documents[:, None, :])[:, None]
-    return same if seen is None else same & seen
+        return out
+    q_documents, k_documents = xp.asarray(q_documents), xp.asarray(k_documents)
+    other = (q_documents[:, :, None] != k_documents[:, None, :])[:, None]
+    return other if out is None else other | out

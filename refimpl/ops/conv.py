@@ -49,11 +49,11 @@ def fft_conv(x, k):
         raise ValueError(f"fft_conv: x{list(x.shape)} and k{list(k.shape)} must be [B, T, D] and [T, D]")
     xp, T = xp_of(x), x.shape[1]
 
-    def spectrum(a):
-        return xp.fft.rfft(a, n=2 * T, axis=-2)
+    def spectrum(a):                                    # along the last axis: an FFT wants its numbers side by side
+        return xp.fft.rfft(a.swapaxes(-1, -2).copy(), n=2 * T, axis=-1)
 
     def first(s):
-        return xp.fft.irfft(s, n=2 * T, axis=-2)[..., :T, :].astype(x.dtype, copy=False)
+        return xp.fft.irfft(s, n=2 * T, axis=-1)[..., :T].swapaxes(-1, -2).astype(x.dtype, copy=False)
 
     y = first(spectrum(x) * spectrum(k)) if T else x * 1
 

@@ -6,7 +6,7 @@ import math
 
 from refimpl.array import xp_of
 from refimpl.autograd import op
-from refimpl.ops.corners import reciprocal, times
+from refimpl.ops.corners import annulled, silent
 from refimpl.ops.erf import erf_array
 
 
@@ -20,10 +20,12 @@ def exp(x):
     Residuals:  y
     Reference:  numpy.exp
     """
-    y = xp_of(x).exp(x)
+    with silent():
+        y = xp_of(x).exp(x)
 
     def vjp(dy):
-        return times(dy, y)
+        with silent():
+            return annulled(dy * y, dy)
     return y, vjp
 
 
@@ -37,10 +39,12 @@ def log(x):
     Residuals:  x
     Reference:  numpy.log
     """
-    y = xp_of(x).log(x)
+    with silent():
+        y = xp_of(x).log(x)
 
     def vjp(dy):
-        return times(dy, reciprocal(x))
+        with silent():
+            return annulled(dy / x, dy)
     return y, vjp
 
 
@@ -54,10 +58,14 @@ def sqrt(x):
     Residuals:  y
     Reference:  numpy.sqrt
     """
-    y = xp_of(x).sqrt(x)
+    with silent():
+        y = xp_of(x).sqrt(x)
 
     def vjp(dy):
-        return times(dy, 0.5 * reciprocal(y))
+        with silent():
+            dx = dy / y
+            dx *= 0.5
+            return annulled(dx, dy)
     return y, vjp
 
 
@@ -72,10 +80,17 @@ def power(x, exponent=2.0):
     Reference:  numpy.power
     """
     exponent = float(exponent)
-    y = x ** exponent
+    with silent():
+        y = x ** exponent
 
     def vjp(dy):
-        return times(dy, exponent * x ** (exponent - 1))
+        if exponent == 0:
+            return dy * 0                               # not 0·x^-1, which is nan at 0
+        with silent():
+            dx = x ** (exponent - 1)
+            dx *= exponent
+            dx *= dy
+            return annulled(dx, dy)
     return y, vjp
 
 
@@ -92,20 +107,35 @@ def tanh(x):
     y = xp_of(x).tanh(x)
 
     def vjp(dy):
-        return dy * (1 - y * y)
+        dx = y * y
+        dx *= -1
+        dx += 1
+        dx *= dy
+        return dx
     return y, vjp
 
 
+def minus_size(x):
+    """-|x|, also of a complex step."""
+    return xp_of(x).minimum(x, -x)
+
+
+LARGEST_EXPONENT = {4: 88.0, 8: 709.0}                  # e to it is finite in a float of so many bytes
+
+
 def sigmoid_array(x):
-    """1/(1 + e^-x) without overflow: ½·(1 + tanh(x/2))."""
-    return 0.5 * (1 + xp_of(x).tanh(0.5 * x))
+    """1/(1 + e^-x), which keeps the digits of small values, down to the smallest normal number."""
+    y = xp_of(x).minimum(-x, LARGEST_EXPONENT[x.real.dtype.itemsize])
+    y = xp_of(x).exp(y)
+    y += 1
+    return 1 / y
 
 
 @op
 def sigmoid(x):
     """Logistic function.
 
-    Equation:   y = σ(x) = 1/(1 + e^-x) = ½·(1 + tanh(x/2))
+    Equation:   y = σ(x) = 1/(1 + e^-x)
     Shapes:     x[...] -> y[...]
     VJP:        dx = dy·y·(1 - y)
     Residuals:  y
@@ -114,7 +144,10 @@ def sigmoid(x):
     y = sigmoid_array(x)
 
     def vjp(dy):
-        return dy * (y * (1 - y))
+        dx = 1 - y
+        dx *= y
+        dx *= dy
+        return dx
     return y, vjp
 
 
@@ -129,9 +162,8 @@ def softplus(x):
     Reference:  Dugas et al. 2001
     """
     xp = xp_of(x)
-    positive = x.real > 0
-    size = xp.where(positive, x, -x)                    # |x|, also for a complex step
-    y = xp.where(positive, x, xp.zeros_like(x)) + xp.log1p(xp.exp(-size))
+    y = xp.log1p(xp.exp(minus_size(x)))
+    y += xp.maximum(x, 0)
 
     def vjp(dy):
         return dy * sigmoid_array(x)

@@ -1,4 +1,7 @@
-"""Rows picked and rows added up by integer ids: embedding, gather and its transpose scatter_add."""
+"""Rows picked and rows added up by integer ids: embedding, gather and its transpose scatter_add.
+
+Ids may lie on the host: they are checked where they are, then moved to the values.
+"""
 from refimpl.array import xp_of
 from refimpl.autograd import op
 
@@ -12,21 +15,30 @@ def check_ids(op_name, ids, below):
 
 
 def sum_by_id(values, ids, n):
-    """y[v] = Σ values over the places where ids = v, for v < n: a sorted segment sum, the same bits in every run.
+    """y[v] = Σ values over the places where ids = v, for v < n: the same bits in every run.
 
-    `y[ids] += values` would keep only one of equal ids.  Shapes: values[N, ...], ids int[N] -> y[n, ...]
+    Rows are sorted by id, and each run of equal ids is added up in pairs, then pairs of pairs.  `y[ids] += values` would keep
+    one of equal ids; an atomic scatter-add has no fixed order; cupy's add.reduceat subtracts running sums, which loses
+    digits and carries a nan from one id to the next.  Shapes: values[N, ...], ids int[N] -> y[n, ...]
     """
     xp = xp_of(values)
     y = xp.zeros((n, *values.shape[1:]), values.dtype)
     if ids.size:
         order = xp.argsort(ids, kind="stable")
-        in_order = ids[order]
-        starts = xp.flatnonzero(xp.concatenate([xp.ones(1, bool), in_order[1:] != in_order[:-1]]))
-        y[in_order[starts]] = xp.add.reduceat(values[order], starts, axis=0)
+        ids, rows = ids[order], values[order]
+        first = xp.concatenate([xp.ones(1, bool), ids[1:] != ids[:-1]])
+        starts = xp.flatnonzero(first)
+        place = xp.arange(ids.size) - starts[xp.cumsum(first, dtype="int64") - 1]       # 0, 1, 2, ... in each run of equal ids
+        step, left = 1, starts
+        while left.size:                                # a row and the row `step` further on in the same run
+            left = xp.flatnonzero((place[:-step] % (2 * step) == 0) & (ids[:-step] == ids[step:]))
+            rows[left] += rows[left + step]
+            step *= 2
+        y[ids[starts]] = rows[starts]
     return y
 
 
-@op(linearity="each", named_by=0)
+@op(linearity="each", named_by=0, values=slice(1))
 def embedding(w, ids):
     """Row lookup.
 
@@ -36,7 +48,10 @@ def embedding(w, ids):
     Residuals:  ids
     Reference:  HF `wte`, `wpe`; Megatron VocabParallelEmbedding holds some of the rows
     """
+    if w.ndim != 2:
+        raise ValueError(f"embedding: w{list(w.shape)} must be [V, D]")
     check_ids("embedding", ids, w.shape[0])
+    ids = xp_of(w).asarray(ids)
     y = w[ids]
     V, D = w.shape
 
@@ -45,7 +60,7 @@ def embedding(w, ids):
     return y, vjp
 
 
-@op(linearity="each")
+@op(linearity="each", values=slice(1))
 def gather(x, ids):
     """Slices along the first axis, in any order and any number of times.
 
@@ -58,6 +73,7 @@ def gather(x, ids):
     if ids.ndim != 1 or x.ndim == 0:
         raise ValueError(f"gather: x{list(x.shape)} and ids{list(ids.shape)} must be [N, ...] and [M]")
     check_ids("gather", ids, x.shape[0])
+    ids = xp_of(x).asarray(ids)
     y = x[ids]
     N = x.shape[0]
 
@@ -66,7 +82,7 @@ def gather(x, ids):
     return y, vjp
 
 
-@op(linearity="each")
+@op(linearity="each", values=slice(1))
 def scatter_add(x, ids, n=0):
     """Slices added into `n` slots; equal ids add up.  The transpose of gather.
 
@@ -78,7 +94,10 @@ def scatter_add(x, ids, n=0):
     """
     if ids.ndim != 1 or ids.shape != x.shape[:1]:
         raise ValueError(f"scatter_add: x{list(x.shape)} and ids{list(ids.shape)} must be [M, ...] and [M]")
+    if n < 0:
+        raise ValueError(f"scatter_add: n must be at least 0, got {n}")
     check_ids("scatter_add", ids, n)
+    ids = xp_of(x).asarray(ids)
     y = sum_by_id(x, ids, n)
 
     def vjp(dy):

@@ -5,6 +5,7 @@ layer cuts axis 1 of w and a row-parallel layer axis 0.
 """
 import math
 
+from refimpl.array import xp_of
 from refimpl.autograd import Layout, LayoutError, Tensor, op, seam
 from refimpl.autograd.layout import join, names
 
@@ -13,6 +14,22 @@ from refimpl.autograd.layout import join, names
 def product(a, b):
     """a @ b.  Every matrix product of the package comes through here, so that Count sees every FLOP."""
     return a @ b
+
+
+def row_dot(a, b):
+    """Σ a·b over the last axis, kept as size 1, without the temporary a·b."""
+    return xp_of(a).einsum("...d,...d->...", a, b)[..., None]
+
+
+def column_dot(a, b):
+    """Σ a·b over all axes but the last, without the temporary a·b."""
+    D = a.shape[-1]
+    return xp_of(a).einsum("nd,nd->d", a.reshape(math.prod(a.shape[:-1]), D), b.reshape(math.prod(b.shape[:-1]), D))
+
+
+def column_sum(a):
+    """Σ a over all axes but the last."""
+    return a.reshape(math.prod(a.shape[:-1]), a.shape[-1]).sum(axis=0)
 
 
 def linear_layout(args, static):

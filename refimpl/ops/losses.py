@@ -1,12 +1,15 @@
 """cross_entropy as (sum, count): the caller divides once, by the count of the whole batch (the token rule)."""
+import math
+
 from refimpl.array import xp_of
 from refimpl.autograd import op
+from refimpl.ops.activations import softmax_parts
 
 IGNORE = -100
 SMOOTHING_OVER = ("all", "others")
 
 
-@op
+@op(values=slice(1))
 def cross_entropy(logits, targets, ignore_index=IGNORE, smoothing=0.0, smoothing_over="all", z_loss=0.0):
     """Cross entropy of integer targets, summed, and the number of targets that count.
 
@@ -24,33 +27,36 @@ def cross_entropy(logits, targets, ignore_index=IGNORE, smoothing=0.0, smoothing
     check(logits, targets, V, smoothing, smoothing_over)
     xp = xp_of(logits)
     flat, ids = logits.reshape(-1, V), targets.reshape(-1)
-    rows = xp.flatnonzero(ids != ignore_index)
+    rows = xp_of(ids).flatnonzero(ids != ignore_index)  # targets may lie on the host: they are checked where they are
     columns = ids[rows]
     if rows.size and not (0 <= int(columns.min()) and int(columns.max()) < V):
         raise ValueError(f"cross_entropy: targets must be in [0, {V}) or {ignore_index}, got {int(columns.min())} to "
                          f"{int(columns.max())}")
+    rows, columns = xp.asarray(rows), xp.asarray(columns)
     z_loss = float(z_loss)
     low, high = spread(float(smoothing), smoothing_over, V)
-    m = flat.max(axis=-1, keepdims=True)
-    p = xp.exp(flat - m)                                # (N, V)
-    total = p.sum(axis=-1, keepdims=True)
-    p /= total
-    lse = (m + xp.log(total))[rows, 0]                  # of the rows that count
-    y = (lse - (high - low) * flat[rows, columns]).sum()
+    whole = rows.size == ids.size
+    flat = flat if whole else flat[rows]                # (n, V), the rows that count: nothing in the others matters
+    p, m, log_total = softmax_parts(flat)
+    lse = (m + log_total)[:, 0]
+    # Σ t = 1, so lse - Σ t·logits = ln Σ - Σ t·(logits - m), which does not subtract two large numbers
+    y = (log_total - (high - low) * (flat[xp.arange(rows.size), columns][:, None] - m)).sum()
     if low:
-        y = y - low * flat[rows].sum()
+        y = y - low * (flat - m).sum()
     if z_loss:
         y = y + z_loss * (lse * lse).sum()
     shape = logits.shape
 
     def vjp(dy, dcount=None):
-        d = p[rows]
-        if z_loss:
-            d *= (1 + 2 * z_loss * lse)[:, None]
-        d -= low
+        d = p * (1 + 2 * z_loss * lse)[:, None] if z_loss else p * 1
+        if low:
+            d -= low
         d[xp.arange(rows.size), columns] -= high - low  # each row once: no duplicates
-        dlogits = xp.zeros(p.shape, p.dtype)
-        dlogits[rows] = d * dy
+        d *= dy
+        if whole:
+            return d.reshape(shape), None
+        dlogits = xp.zeros((math.prod(shape[:-1]), V), d.dtype)
+        dlogits[rows] = d
         return dlogits.reshape(shape), None
     return (y, xp.asarray(rows.size)), vjp
 

@@ -2,7 +2,7 @@
 import math
 
 from refimpl.autograd import op
-from refimpl.ops.arithmetic import unbroadcast
+from refimpl.ops.arithmetic import check_broadcast, unbroadcast
 from refimpl.ops.linear import product
 
 
@@ -19,6 +19,7 @@ def matmul(a, b):
     if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
         raise ValueError(f"matmul: a{list(a.shape)} · b{list(b.shape)}: both need two axes or more, and a's last must equal "
                          f"b's last but one")
+    check_broadcast("matmul", a, b, own=2)
     y = product(a, b)
 
     def vjp(dy):
@@ -52,7 +53,7 @@ def parse(spec, a, b):
     """The three words of a two-operand spec.  Error: ValueError with what is wrong."""
     inputs, arrow, out = spec.replace(" ", "").partition("->")
     left, comma, right = inputs.partition(",")
-    problem = ("it must read \"ab,bc->ac\"" if not (arrow and comma and (left + right + out).isalpha()) and spec else
+    problem = ("it must read \"ab,bc->ac\"" if not (arrow and comma and f"{left}{right}{out}a".isalpha()) else
                "a letter stands twice in one word" if any(len(set(w)) != len(w) for w in (left, right, out)) else
                "an output letter is in no operand" if set(out) - set(left + right) else
                "a letter is in one operand alone: sum over it first" if (set(left) ^ set(right)) - set(out) else

@@ -1,6 +1,7 @@
 """Normalisation over the last axis."""
 from refimpl.array import xp_of
 from refimpl.autograd import op
+from refimpl.ops.linear import column_dot, column_sum, row_dot
 
 
 @op
@@ -19,18 +20,18 @@ def layer_norm(x, g, b, eps=1e-5):
         raise ValueError(f"layer_norm: x{list(x.shape)} needs g and b of shape [{D}], D > 0; got g{list(g.shape)}, "
                          f"b{list(b.shape)}")
     xhat = x - x.mean(axis=-1, keepdims=True)
-    r = 1 / xp_of(x).sqrt((xhat * xhat).mean(axis=-1, keepdims=True) + eps)
+    r = 1 / xp_of(x).sqrt(row_dot(xhat, xhat) / D + float(eps))
     xhat *= r
     y = g * xhat
     y += b
 
     def vjp(dy):
-        dxhat = g * dy
-        dx = dxhat - dxhat.mean(axis=-1, keepdims=True)
-        dx -= xhat * (dxhat * xhat).mean(axis=-1, keepdims=True)
+        dx = g * dy                                     # dxhat
+        along = row_dot(dx, xhat) / D
+        dx -= dx.mean(axis=-1, keepdims=True)
+        dx -= xhat * along
         dx *= r
-        leading = tuple(range(dy.ndim - 1))
-        return dx, (xhat * dy).sum(axis=leading), dy.sum(axis=leading)
+        return dx, column_dot(xhat, dy), column_sum(dy)
     return y, vjp
 
 
@@ -54,14 +55,14 @@ def rms_norm(x, w, eps=1e-6, gain="w"):
     if w.shape != (D,) or D == 0 or gain not in GAINS:
         raise ValueError(f"rms_norm: x{list(x.shape)} needs w of shape [{D}], D > 0, and gain {' or '.join(GAINS)}; got "
                          f"w{list(w.shape)}, {gain!r}")
-    r = 1 / xp_of(x).sqrt((x * x).mean(axis=-1, keepdims=True) + float(eps))
+    r = 1 / xp_of(x).sqrt(row_dot(x, x) / D + float(eps))
     xhat = x * r
     factor = w if gain == "w" else 1 + w
     y = xhat * factor
 
     def vjp(dy):
-        dxhat = factor * dy
-        dx = dxhat - xhat * (dxhat * xhat).mean(axis=-1, keepdims=True)
+        dx = factor * dy                                # dxhat
+        dx -= xhat * (row_dot(dx, xhat) / D)
         dx *= r
-        return dx, (xhat * dy).sum(axis=tuple(range(dy.ndim - 1)))
+        return dx, column_dot(xhat, dy)
     return y, vjp

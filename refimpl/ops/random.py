@@ -4,7 +4,7 @@ from refimpl.autograd import op
 from refimpl.rng import draw24, flat_index
 
 
-@op(linearity="each")
+@op(linearity="each", values=slice(1))
 def dropout(x, *at, key=0, rate=0.0, shape=()):
     """Inverted dropout.
 
@@ -23,14 +23,15 @@ def dropout(x, *at, key=0, rate=0.0, shape=()):
         raise ValueError(f"dropout: x{list(x.shape)} needs one coordinate per element along each axis and a global shape; got "
                          f"{[len(a) for a in at]} and {list(shape)}")
     xp = xp_of(x)
-    keep = draw24(key, flat_index([xp.asarray(a) for a in at], shape)) >= xp.uint64(int(rate * 2 ** 24))
+    index = xp.asarray(flat_index([xp.asarray(a) for a in at], shape))
+    keep = draw24(key, index) >= xp.uint64(int(rate * 2 ** 24))
     factor = 1 / (1 - rate)
-    y = x * keep
+    y = xp.where(keep, x, xp.zeros_like(x))             # x·keep would make nan of a dropped infinity
     y *= factor
     nothing = (None,) * len(at)
 
     def vjp(dy):
-        dx = dy * keep
+        dx = xp.where(keep, dy, xp.zeros_like(dy))
         dx *= factor
         return (dx, *nothing)
     return y, vjp

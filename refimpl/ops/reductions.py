@@ -2,9 +2,13 @@
 
 `axis` is one axis, a tuple or None for all.  mean and max over nothing have no value and are errors.
 """
+import math
+
 from refimpl.array import xp_of
 from refimpl.autograd import op
-from refimpl.ops.corners import times
+from refimpl.ops.axes import check_axes, check_axis
+from refimpl.ops.corners import silent
+from refimpl.ops.linear import row_dot
 
 
 def restore(dy, axis, keepdims, xp):
@@ -12,12 +16,15 @@ def restore(dy, axis, keepdims, xp):
     return dy if keepdims or axis is None else xp.expand_dims(dy, axis)
 
 
+def dropped(y, axis):
+    """y, whose reduced axes are kept as size 1, without them.  (A sum over them would make 0.0 of -0.0.)"""
+    reduced = check_axes("", y, axis)
+    return y.reshape([n for k, n in enumerate(y.shape) if k not in reduced])
+
+
 def reduced_count(op_name, x, axis):
     """How many elements one output is made of.  Error: ValueError where there is none."""
-    axes = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
-    n = 1
-    for a in axes:
-        n *= x.shape[a]
+    n = math.prod(x.shape[a] for a in check_axes(op_name, x, axis))
     if n == 0:
         raise ValueError(f"{op_name} over axis {axis} of x{list(x.shape)}: there is nothing to take the {op_name} of")
     return n
@@ -33,6 +40,7 @@ def sum(x, axis=None, keepdims=False):
     Residuals:  none
     Reference:  numpy.sum
     """
+    check_axes("sum", x, axis)
     y = x.sum(axis=axis, keepdims=keepdims)
     xp, shape = xp_of(x), x.shape
 
@@ -74,11 +82,11 @@ def max(x, axis=None, keepdims=False):
     xp = xp_of(x)
     top = x.max(axis=axis, keepdims=True)
     winners = x == top                                  # bool: one byte an element
-    y = top if keepdims else x.max(axis=axis)
+    y = top if keepdims else dropped(top, axis)
 
     def vjp(dy):
-        share = restore(dy, axis, keepdims, xp) / winners.sum(axis=axis, keepdims=True).astype(dy.dtype)
-        return winners * share
+        with silent():                                  # where x has a nan nothing wins, and the gradients are nan
+            return winners * (restore(dy, axis, keepdims, xp) / winners.sum(axis=axis, keepdims=True).astype(dy.dtype))
     return y, vjp
 
 
@@ -92,6 +100,7 @@ def cumsum(x, axis=-1):
     Residuals:  none
     Reference:  numpy.cumsum
     """
+    check_axis("cumsum", x, axis)
     xp = xp_of(x)
     y = xp.cumsum(x, axis=axis, dtype=x.dtype)
 
@@ -110,11 +119,13 @@ def norm(x, axis=-1, keepdims=False):
     Residuals:  x, length
     Reference:  numpy.linalg.norm
     """
+    check_axes("norm", x, axis)
     xp = xp_of(x)
-    length = xp.sqrt((x * x).sum(axis=axis, keepdims=True))
-    y = length if keepdims else length.sum(axis=axis)   # the sum over the one element left drops the axis
+    squares = row_dot(x, x) if axis == -1 else (x * x).sum(axis=axis, keepdims=True)
+    length = xp.sqrt(squares)
+    y = length if keepdims else dropped(length, axis)
 
     def vjp(dy):
         safe = xp.where(length == 0, xp.ones_like(length), length)
-        return times(restore(dy, axis, keepdims, xp), x / safe)
+        return x * (restore(dy, axis, keepdims, xp) / safe)
     return y, vjp

@@ -14,7 +14,7 @@ from refimpl.autograd import op
 PAIRINGS = ("interleaved", "half")
 
 
-@op(linearity="each")
+@op(linearity="each", values=slice(1))
 def rope(x, positions, theta=10000.0, pairing="half", rotated=None):
     """Rotate pairs of channels by position·frequency.  Angles are float64 whatever x's dtype is.
 
@@ -24,6 +24,8 @@ def rope(x, positions, theta=10000.0, pairing="half", rotated=None):
     Residuals:  cos, sin
     Reference:  Su et al. 2021 (RoFormer), section 3.2.2
     """
+    if x.ndim < 2 or positions.dtype.kind not in "iu":
+        raise ValueError(f"rope: x{list(x.shape)} must be [..., T, K] and positions integers, got {positions.dtype}")
     K = x.shape[-1]
     R = K if rotated is None else rotated
     if pairing not in PAIRINGS or R % 2 or not 0 <= R <= K or positions.shape != x.shape[-2:-1]:
@@ -31,7 +33,7 @@ def rope(x, positions, theta=10000.0, pairing="half", rotated=None):
                          f"one position per row of x, pairing {' or '.join(PAIRINGS)}, and an even rotated of at most {K}")
     xp = xp_of(x)
     frequency = xp.asarray(theta ** (-np.arange(0, R, 2) / max(R, 1)))
-    angle = positions.astype("float64")[:, None] * frequency            # (T, R/2)
+    angle = xp.asarray(positions).astype("float64")[:, None] * frequency            # (T, R/2)
     cos, sin = xp.cos(angle).astype(x.dtype.char), xp.sin(angle).astype(x.dtype.char)
     y = rotate(x, cos, sin, pairing, R)
 

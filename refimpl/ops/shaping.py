@@ -4,6 +4,7 @@ Their vjps move the cotangent back; only repeat adds.
 """
 from refimpl.array import xp_of
 from refimpl.autograd import op
+from refimpl.ops.axes import check_axis
 
 
 @op(linearity="each")
@@ -37,7 +38,7 @@ def transpose(x, axes=()):
     Residuals:  none
     Reference:  numpy.transpose
     """
-    if sorted(a % x.ndim for a in axes) != list(range(x.ndim)):
+    if sorted(a % x.ndim if -x.ndim <= a < x.ndim else -1 for a in axes) != list(range(x.ndim)):
         raise ValueError(f"transpose: axes {axes} must name each of the {x.ndim} axes of x{list(x.shape)} once")
     y = x.transpose(axes)
     inverse = [0] * len(axes)
@@ -59,9 +60,12 @@ def concat(*parts, axis=-1):
     Residuals:  none
     Reference:  numpy.concatenate
     """
+    if not parts:
+        raise ValueError("concat: got no array, needs one or more")
+    check_axis("concat", parts[0], axis)
     try:
         y = xp_of(*parts).concatenate(parts, axis=axis)
-    except ValueError:                                  # numpy's AxisError is one
+    except ValueError:
         shapes = [list(p.shape) for p in parts]
         raise ValueError(f"concat along axis {axis} of {shapes}: all other axes must be equal") from None
     sizes = [p.shape[axis] for p in parts]
@@ -81,9 +85,10 @@ def split(x, sizes=(), axis=-1):
     Residuals:  none
     Reference:  numpy.split, torch.split
     """
-    if sum(sizes) != x.shape[axis]:
-        raise ValueError(f"split: the sizes {tuple(sizes)} do not add up to the {x.shape[axis]} along axis {axis} of "
-                         f"x{list(x.shape)}")
+    check_axis("split", x, axis)
+    if sum(sizes) != x.shape[axis] or min(sizes, default=0) < 0 or not sizes:
+        raise ValueError(f"split: the sizes {tuple(sizes)} must be one or more, at least 0, and add up to the {x.shape[axis]} "
+                         f"along axis {axis} of x{list(x.shape)}")
     y = cut(x, sizes, axis)
     xp = xp_of(x)
 
@@ -118,6 +123,7 @@ def slice_axis(x, axis=-1, start=0, stop=None):
     Residuals:  none
     Reference:  numpy's slices; torch.narrow
     """
+    check_axis("slice_axis", x, axis)
     stop = x.shape[axis] if stop is None else stop
     if not 0 <= start <= stop <= x.shape[axis]:
         raise ValueError(f"slice_axis: {start}..{stop} is not inside axis {axis} of x{list(x.shape)}")
@@ -142,6 +148,7 @@ def pad(x, before=0, after=0, axis=-1):
     Residuals:  none
     Reference:  numpy.pad
     """
+    check_axis("pad", x, axis)
     if before < 0 or after < 0:
         raise ValueError(f"pad: before and after must be at least 0, got {before} and {after}")
     shape = list(x.shape)
@@ -165,7 +172,9 @@ def repeat(x, times=1, axis=-1):
     Residuals:  none
     Reference:  numpy.repeat; torch.repeat_interleave
     """
-    axis = axis % x.ndim
+    axis = check_axis("repeat", x, axis)
+    if times < 0:
+        raise ValueError(f"repeat: times must be at least 0, got {times}")
     y = xp_of(x).repeat(x, times, axis=axis)
     shape = x.shape[:axis + 1] + (times,) + x.shape[axis + 1:]
 

@@ -9,9 +9,9 @@ from typing import Any, Mapping
 import numpy as np
 
 from refimpl import tensorfile
-from refimpl.array import float_dtype
+from refimpl.array import device_module, float_dtype, to_host
 from refimpl.autograd import Tensor
-from refimpl.comm import Ledger, Mesh
+from refimpl.comm import Ledger, Mesh, local_rank
 from refimpl.models import Config, init, placements
 from refimpl.parallel import gather
 from refimpl.train.adamw import AdamW
@@ -30,6 +30,7 @@ class Options:
     weight_decay: float = 0.1
     seed: int = 0
     dtype: str = "float64"
+    device: str = "numpy"
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "seq_len", "accumulate"):
@@ -54,7 +55,7 @@ def train(corpus: np.ndarray, cfg: Config, options: Options, mesh: Mesh, out: Pa
     Error: ArithmeticError, on every rank, where the loss is no longer finite; it names the step.
     """
     sampler = Sampler(corpus, options.seq_len, options.seed)
-    params = init(cfg, mesh, options.seed, options.dtype)
+    params = init(cfg, mesh, options.seed, options.dtype, device_module(options.device, local_rank(mesh.world)))
     optimizer = AdamW(options.lr, weight_decay=options.weight_decay)
     speaks = mesh.world.rank == 0
     log = Log(out if speaks else None, {"config": cfg.to_dict(), "options": asdict(options), "mesh": str(mesh)})
@@ -94,7 +95,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], cfg: Config, mesh: Mesh) -> 
     whole = gather(tensors, placements(cfg, mesh), mesh)
     if mesh.world.rank == 0:
         part = path.with_suffix(".part")
-        tensorfile.write(part, whole)
+        tensorfile.write(part, {name: to_host(a) for name, a in whole.items()})
         part.replace(path)
 
 

@@ -1,11 +1,12 @@
-"""Localises the wrong GELU (tanh or erf form), overflow and fully masked rows in softmax."""
+"""Localises the wrong GELU (tanh, erf or sigmoid form), overflow and fully masked rows in the softmax family."""
 import math
 
 import numpy as np
 import pytest
 
 from refimpl.check import check_vjp
-from refimpl.ops import gelu_tanh, softmax
+from refimpl.ops import exp, gelu_erf, gelu_tanh, log_softmax, logsumexp, mul, quick_gelu, relu, sigmoid, silu, softmax, swiglu
+from refimpl.rng import draw
 
 X = np.array([[0.3, -1.2, 0.8], [2.0, 0.1, -0.5]])
 
@@ -19,18 +20,105 @@ def test_gelu_is_the_tanh_form(x, tanh_form, other):
     y, _ = gelu_tanh.array(np.array([x]))
     assert y[0] == pytest.approx(tanh_form, abs=5e-7)
     assert erf_form(x) == pytest.approx(other, abs=5e-7)
+    assert gelu_erf.array(np.array([x]))[0] == pytest.approx(other, abs=5e-7)
 
 
 def test_gelu_forms_differ_by_at_most_4_7e_4():
     x = np.linspace(-6, 6, 4801)
-    y, _ = gelu_tanh.array(x)
-    gap = np.abs(y - np.array([erf_form(v) for v in x])).max()
-    assert gap == pytest.approx(4.73e-4, abs=0.01e-4)
+    y, other = gelu_tanh.array(x)[0], gelu_erf.array(x)[0]
+    assert np.abs(y - other).max() == pytest.approx(4.73e-4, abs=0.01e-4)
+    np.testing.assert_allclose(other, [erf_form(v) for v in x], rtol=0, atol=1e-15)
 
 
 def test_gelu_slope_at_0_is_a_half_and_far_away_0_or_1():
     _, vjp = gelu_tanh.array(np.array([0.0, 30.0, -30.0]))
     assert vjp(np.ones(3)).tolist() == [0.5, 1, 0]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("op, slope", [(gelu_erf, 0.5), (gelu_tanh, 0.5), (silu, 0.5), (quick_gelu, 0.5), (relu, 0.0)])
+def test_units_are_the_identity_far_to_the_right_and_0_far_to_the_left(op, slope, dtype):
+    y, vjp = op.array(np.array([0.0, 1e4, -1e4, 30, -30], dtype))
+    assert y[:2].tolist() == [0, 1e4] and abs(y[2]) <= 1e4 * np.finfo(dtype).tiny and y[3:] == pytest.approx([30, 0], abs=1e-11)
+    assert vjp(np.ones(5, dtype)) == pytest.approx([slope, 1, 0, 1, 0], abs=1e-11)
+
+
+def test_gelu_erf_is_x_times_the_normal_distribution():
+    """Φ(1) = 0.8413447461, Φ(2) = 0.9772498681; the slope is Φ(x) + x·φ(x), φ(1) = 0.2419707245."""
+    y, vjp = gelu_erf.array(np.array([1.0, -1, 2]))
+    assert y == pytest.approx([0.8413447461, -0.1586552539, 2 * 0.9772498681], abs=1e-9)
+    assert vjp(np.ones(3))[0] == pytest.approx(0.8413447461 + 0.2419707245, abs=1e-9)
+
+
+def test_silu_and_quick_gelu_by_hand():
+    """σ(ln 3) = 3/4; silu' = s·(1 + x·(1 - s))."""
+    x = math.log(3)
+    y, vjp = silu.array(np.array([x]))
+    assert y == pytest.approx([0.75 * x]) and vjp(np.ones(1)) == pytest.approx([0.75 * (1 + x / 4)])
+    y, vjp = quick_gelu.array(np.array([x / 1.702]))
+    assert y == pytest.approx([0.75 * x / 1.702]) and vjp(np.ones(1)) == pytest.approx([0.75 * (1 + x / 4)])
+
+
+def test_quick_gelu_is_within_2_02e_2_of_gelu():
+    x = np.linspace(-6, 6, 4801)
+    gap = np.abs(quick_gelu.array(x)[0] - gelu_erf.array(x)[0]).max()
+    assert gap == pytest.approx(2.03e-2, abs=0.01e-2)
+
+
+def test_relu_passes_the_gradient_of_positive_inputs_only():
+    y, vjp = relu.array(np.array([-1.0, 0, 2]))
+    assert y.tolist() == [0, 0, 2] and vjp(np.array([5.0, 6, 7])).tolist() == [0, 0, 7]
+
+
+def test_swiglu_by_hand_and_as_silu_times_up():
+    x = math.log(3)
+    y, vjp = swiglu.array(np.array([x]), np.array([10.0]))
+    assert y == pytest.approx([7.5 * x])
+    dgate, dup = vjp(np.array([2.0]))
+    assert dgate == pytest.approx([20 * 0.75 * (1 + x / 4)]) and dup == pytest.approx([1.5 * x])
+    gate, up = draw("gate", (3, 5), 4), draw("up", (3, 5))
+    np.testing.assert_allclose(swiglu.array(gate, up)[0], mul.array(silu.array(gate)[0], up)[0], rtol=1e-15)
+
+
+def test_logsumexp_of_logarithms_and_of_huge_numbers():
+    y, vjp = logsumexp.array(np.log([[1.0, 2, 5], [3, 3, 3]]))
+    assert y == pytest.approx([math.log(8), math.log(9)])
+    assert vjp(np.array([8.0, 3])) == pytest.approx(np.array([[1, 2, 5], [1, 1, 1]]))
+    y, vjp = logsumexp.array(np.array([[1e4, 1e4], [-1e4, -1e4], [1e4, -1e4]]))
+    assert y == pytest.approx([1e4 + math.log(2), -1e4 + math.log(2), 1e4], abs=1e-11)
+    assert vjp(np.ones(3)).tolist() == [[0.5, 0.5], [0.5, 0.5], [1, 0]]
+
+
+def test_logsumexp_moves_with_its_argument():
+    x = draw("x", (3, 5))
+    y, _ = logsumexp.array(x + 1e4, keepdims=True)
+    assert y.shape == (3, 1)
+    np.testing.assert_allclose(y[:, 0] - 1e4, logsumexp.array(x)[0], rtol=0, atol=1e-11)
+    assert logsumexp.array(np.array([[2.5]]))[0] == 2.5
+
+
+def test_log_softmax_is_the_logarithm_of_softmax():
+    x = draw("x", (3, 5), 4)
+    y, vjp = log_softmax.array(x)
+    np.testing.assert_allclose(exp.array(y)[0], softmax.array(x)[0], rtol=1e-14)
+    np.testing.assert_allclose(vjp(np.ones((3, 5))), 1 - 5 * softmax.array(x)[0], rtol=0, atol=1e-14)
+    y, _ = log_softmax.array(np.array([[1e4, -1e4, 1e4]]))
+    assert y[0] == pytest.approx([-math.log(2), -2e4 - math.log(2), -math.log(2)])
+
+
+def test_fully_masked_rows_of_the_logarithms_are_minus_infinity_with_gradient_0():
+    x = np.array([[-np.inf] * 3, [-np.inf, 0, 0]])
+    y, vjp = logsumexp.array(x)
+    assert y.tolist() == [-np.inf, math.log(2)] and vjp(np.ones(2)).tolist() == [[0, 0, 0], [0, 0.5, 0.5]]
+    y, vjp = log_softmax.array(x)
+    assert y[0].tolist() == [-np.inf] * 3 and y[1] == pytest.approx([-np.inf, -math.log(2), -math.log(2)])
+    assert vjp(np.array([[1.0, 2, 3], [0, 4, 0]])).tolist() == [[0, 0, 0], [0, 2, -2]]
+
+
+def test_softmax_of_two_is_a_sigmoid():
+    x = np.linspace(-40, 40, 81)
+    p, _ = softmax.array(np.stack([x, np.zeros_like(x)], axis=-1))
+    np.testing.assert_allclose(p[:, 0], sigmoid.array(x)[0], rtol=0, atol=3e-16)
 
 
 def test_softmax_of_logarithms():

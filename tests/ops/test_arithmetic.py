@@ -4,7 +4,7 @@ import pytest
 
 from refimpl.autograd import Tensor, value_and_grad
 from refimpl.check import check_vjp
-from refimpl.ops import add, mul, scale, sum
+from refimpl.ops import add, divide, mul, scale, subtract, sum, where
 
 
 def test_add_sums_the_gradient_of_a_repeated_row():
@@ -21,6 +21,41 @@ def test_mul_of_a_column_and_a_row():
     assert y.tolist() == [[2, 20, 200], [3, 30, 300]]
     assert da.tolist() == [[111], [10]]
     assert db.tolist() == [[2, 2 + 3, 2]]
+
+
+def test_subtract_sends_the_negative_to_its_second_operand():
+    y, vjp = subtract.array(np.array([[1.0, 2], [3, 4]]), np.array([10.0, 20]))
+    assert y.tolist() == [[-9, -18], [-7, -16]]
+    da, db = vjp(np.array([[1.0, 2], [3, 4]]))
+    assert da.tolist() == [[1, 2], [3, 4]] and db.tolist() == [-4, -6]
+
+
+def test_divide_of_a_matrix_by_a_column():
+    y, vjp = divide.array(np.array([[6.0, 8], [9, 3]]), np.array([[2.0], [3]]))
+    assert y.tolist() == [[3, 4], [3, 1]]
+    da, db = vjp(np.array([[2.0, 4], [3, 0]]))
+    assert da.tolist() == [[1, 2], [1, 0]]
+    assert db.tolist() == [[-(3 * 1 + 4 * 2)], [-3]]        # db = -Σ dy·y/b
+
+
+def test_divide_by_0_is_infinite_or_nan_without_a_warning():
+    y, vjp = divide.array(np.array([1.0, -1, 0]), np.zeros(3))
+    assert y[:2].tolist() == [np.inf, -np.inf] and np.isnan(y[2])
+    assert [d.tolist() for d in vjp(np.zeros(3))] == [[0, 0, 0], [0, 0, 0]]
+
+
+def test_where_gives_each_gradient_to_the_branch_taken():
+    condition = np.array([[True, False], [False, True]])
+    y, vjp = where.array(condition, np.array([1.0, 2]), np.array([[10.0], [20]]))
+    assert y.tolist() == [[1, 10], [20, 2]]
+    nothing, da, db = vjp(np.array([[1.0, 2], [3, 4]]))
+    assert nothing is None and da.tolist() == [1, 4] and db.tolist() == [[2], [3]]
+
+
+def test_where_passes_on_no_nan_of_the_other_branch():
+    y, vjp = where.array(np.array([True, False]), np.array([1.0, np.nan]), np.array([np.inf, 2.0]))
+    assert y.tolist() == [1, 2]
+    assert [d.tolist() for d in vjp(np.array([3.0, 4]))[1:]] == [[3, 0], [0, 4]]
 
 
 def test_mul_of_a_value_by_itself_counts_both_uses():
@@ -61,7 +96,13 @@ def test_operators_take_tensors_arrays_and_numbers():
     assert grads["x"].array.tolist() == [[10, 100], [10, 100]]
 
 
-@pytest.mark.parametrize("op", [add, mul])
+def test_minus_and_division_work_on_tensors_and_numbers():
+    x, y = Tensor(np.array([6.0, 8])), Tensor(np.array([2.0, 4]))
+    assert (x - y).array.tolist() == [4, 4] and (x / y).array.tolist() == [3, 2]
+    assert (x / 2).array.tolist() == [3, 4] and (-x).array.tolist() == [-6, -8]
+
+
+@pytest.mark.parametrize("op", [add, mul, subtract, divide])
 def test_shapes_that_do_not_broadcast_are_named(op):
     with pytest.raises(ValueError, match=rf"{op.name}: a\[2, 3\] and b\[2\] do not broadcast"):
         op.array(np.ones((2, 3)), np.ones(2))

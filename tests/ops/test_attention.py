@@ -119,7 +119,7 @@ def test_float32_stays_float32_everywhere(scale):
                                      ((2, 3, 4), (2, 3, 4), (2, 3, 4)), ((1, 2, 3, 4), (1, 2), (1, 2)),
                                      ((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 5, 4)), ((1, 2, 3, 0), (1, 2, 3, 0), (1, 2, 3, 0))])
 def test_shapes_that_do_not_fit_are_named(q, k, v):
-    with pytest.raises(ValueError, match=r"attention: q\[.*must be \[B, H, T, K\], \[B, G, S, K\], \[B, G, S, K\] with G divid"):
+    with pytest.raises(ValueError, match=r"attention: q\[.*must be \[B, H, T, K\], \[B, G, S, K\], \[B, G, S, K\] with G div"):
         attention.array(np.zeros(q), np.zeros(k), np.zeros(v))
 
 

@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 
 from refimpl.check import check_vjp
-from refimpl.ops import embedding
+from refimpl.ops import embedding, gather, scatter_add
+from refimpl.rng import draw
 
 W = np.array([[1.0, 2], [3, 4], [5, 6]])
 
@@ -31,6 +32,42 @@ def test_ids_of_any_shape():
 def test_wrong_ids_are_named(ids, error, words):
     with pytest.raises(error, match="embedding: " + words):
         embedding.array(W, np.array(ids))
+
+
+def test_gather_picks_slices_in_any_order():
+    y, vjp = gather.array(W, np.array([2, 0, 2]))
+    assert y.tolist() == [[5, 6], [1, 2], [5, 6]]
+    assert vjp(np.array([[1.0, 0], [0, 10], [100, 0]]))[0].tolist() == [[0, 10], [0, 0], [101, 0]]
+
+
+def test_scatter_add_adds_up_equal_ids_and_leaves_the_rest_0():
+    """known_failures: y[ids] += x would give [0, 1, 1]."""
+    y, vjp = scatter_add.array(np.ones(3), np.array([1, 1, 2]), n=4)
+    assert y.tolist() == [0, 2, 1, 0]
+    assert vjp(np.array([5.0, 6, 7, 8]))[0].tolist() == [6, 6, 7]
+
+
+def test_each_is_the_transpose_of_the_other():
+    """The vjp of gather is scatter_add and the other way round, bit for bit; <y, gather x> = <scatter_add y, x>."""
+    x, y, ids = draw("x", (5, 3)), draw("y", (7, 3)), np.array([4, 0, 0, 2, 4, 4, 1])
+    gathered, gather_vjp = gather.array(x, ids)
+    scattered, scatter_vjp = scatter_add.array(y, ids, n=5)
+    assert np.array_equal(gather_vjp(y)[0], scattered) and np.array_equal(scatter_vjp(x)[0], gathered)
+    assert np.sum(y * gathered) == pytest.approx(np.sum(scattered * x), abs=1e-14)
+
+
+def test_scatter_add_equals_add_at():
+    x, ids = draw("x", (101, 3)), np.arange(101) ** 2 % 7
+    expected = np.zeros((9, 3))
+    np.add.at(expected, ids, x)
+    np.testing.assert_allclose(scatter_add.array(x, ids, n=9)[0], expected, rtol=0, atol=1e-13)
+
+
+def test_every_integer_dtype_works():
+    for dtype in ("int8", "uint8", "int16", "uint32", "int64", "uint64"):
+        ids = np.array([2, 0, 2], dtype)
+        assert gather.array(W, ids)[0].tolist() == embedding.array(W, ids)[0].tolist() == [[5, 6], [1, 2], [5, 6]]
+        assert scatter_add.array(W, ids, n=3)[0].tolist() == [[3, 4], [0, 0], [6, 8]]
 
 
 def test_check_catches_the_lost_repeat():

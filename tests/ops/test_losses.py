@@ -51,6 +51,61 @@ def test_sums_of_parts_add_up_where_means_do_not():
     assert np.mean([y / n for y, n in parts]) != pytest.approx(whole / count, abs=1e-3)
 
 
+LOGITS = np.array([2, 1, 0, -1, -2, 0.5, 1.5, -0.5])
+
+
+@pytest.mark.parametrize("over, value", [("all", 1.9907), ("others", 2.0024)])
+def test_both_forms_of_label_smoothing_have_their_published_values(over, value):
+    """known_failures: α = 0.1, target 1; PyTorch spreads over all V classes, Megatron over the V - 1 others."""
+    (y, _), vjp = cross_entropy.array(LOGITS[None], np.array([1]), smoothing=0.1, smoothing_over=over)
+    assert y == pytest.approx(value, abs=5e-5)
+    t = np.full(8, 0.1 / 8 if over == "all" else 0.1 / 7)
+    t[1] = 0.9 + (0.1 / 8 if over == "all" else 0)
+    p, _ = softmax.array(LOGITS)
+    assert y == pytest.approx(-np.sum(t * np.log(p))) and np.sum(t) == pytest.approx(1)
+    assert vjp(np.array(1.0))[0][0] == pytest.approx(p - t)
+
+
+def test_smoothing_by_0_is_the_plain_loss_and_moves_continuously():
+    def loss(**static):
+        return cross_entropy.array(LOGITS[None], np.array([1]), **static)[0][0]
+    for over in ("all", "others"):
+        assert loss(smoothing=0.0, smoothing_over=over) == loss()
+        assert loss(smoothing=1e-9, smoothing_over=over) == pytest.approx(loss(), abs=1e-8)
+
+
+@pytest.mark.parametrize("static", [{"smoothing": 0.1}, {"smoothing": 0.1, "smoothing_over": "others"}, {"z_loss": 0.01}])
+def test_ignored_rows_add_nothing_to_smoothing_and_z_loss(static):
+    logits, targets = draw("logits", (4, 5)), np.array([1, IGNORE, 4, IGNORE])
+    (y, count), vjp = cross_entropy.array(logits, targets, **static)
+    (kept, _), kept_vjp = cross_entropy.array(logits[::2], targets[::2], **static)
+    assert (y, count) == (pytest.approx(kept, abs=1e-14), 2)
+    dx = vjp(np.array(1.0))[0]
+    np.testing.assert_allclose(dx[::2], kept_vjp(np.array(1.0))[0], rtol=0, atol=1e-15)
+    assert not dx[1::2].any()
+
+
+def test_z_loss_by_hand():
+    """Logits (0, ln 3): lse = ln 4; the loss gains z·lse², its gradient 2·z·lse·p."""
+    z, lse, p = 0.5, math.log(4), np.array([0.25, 0.75])
+    (y, _), vjp = cross_entropy.array(np.array([[0, math.log(3)]]), np.array([0]), z_loss=z)
+    assert y == pytest.approx(lse + z * lse ** 2)
+    assert vjp(np.array(1.0))[0][0] == pytest.approx(p * (1 + 2 * z * lse) - [1, 0])
+
+
+def test_an_ignored_row_may_hold_anything():
+    logits = np.array([[0.0, 0], [np.nan, np.inf], [-np.inf, -np.inf]])
+    (y, count), vjp = cross_entropy.array(logits, np.array([0, IGNORE, IGNORE]))
+    assert (y, count) == (pytest.approx(math.log(2)), 1)
+    assert vjp(np.array(1.0))[0].tolist() == [[-0.5, 0.5], [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("static", [{"smoothing": -0.1}, {"smoothing": 1.0}, {"smoothing": 0.1, "smoothing_over": "rest"}])
+def test_wrong_smoothing_is_named(static):
+    with pytest.raises(ValueError, match=r"cross_entropy: smoothing must be in \[0, 1\) and smoothing_over one of all, others"):
+        cross_entropy.array(LOGITS[None], np.array([1]), **static)
+
+
 @pytest.mark.parametrize("logits, targets, words", [
     ((2, 3), np.array([0, 3]), r"targets must be in \[0, 3\) or -100, got 0 to 3"),
     ((2, 3), np.array([-1, 0]), r"targets must be in \[0, 3\) or -100, got -1 to 0"),
