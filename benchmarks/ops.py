@@ -67,10 +67,13 @@ def rows() -> dict[str, tuple[Callable, tuple[np.ndarray, ...], dict[str, Any], 
         "power": (ops.power, (wide,), {"exponent": 2.0}, lambda t: t ** 2.0),
         "add": (ops.add, (x, values("y", B, T, D)), {}, torch.add), "mul": (ops.mul, (x, values("y", B, T, D)), {}, torch.mul),
         "add bias": (ops.add, (wide, bias), {}, torch.add),
-        "divide": (ops.divide, (x, values("y", B, T, D, mean=5)), {}, torch.divide), "scale": (ops.scale, (x,), {"by": 0.5}, lambda t: t * 0.5),
+        "divide": (ops.divide, (x, values("y", B, T, D, mean=5)), {}, torch.divide),
+        "scale": (ops.scale, (x,), {"by": 0.5}, lambda t: t * 0.5),
         "where": (ops.where, (values("c", B, T, D) > 0, x, values("y", B, T, D)), {}, torch.where),
-        "sum": (ops.sum, (wide,), {"axis": -1}, lambda t: t.sum(-1)), "mean": (ops.mean, (wide,), {"axis": -1}, lambda t: t.mean(-1)),
-        "max": (ops.max, (wide,), {"axis": -1}, lambda t: t.amax(-1)), "norm": (ops.norm, (wide,), {}, lambda t: t.norm(dim=-1)),
+        "sum": (ops.sum, (wide,), {"axis": -1}, lambda t: t.sum(-1)),
+        "mean": (ops.mean, (wide,), {"axis": -1}, lambda t: t.mean(-1)),
+        "max": (ops.max, (wide,), {"axis": -1}, lambda t: t.amax(-1)),
+        "norm": (ops.norm, (wide,), {}, lambda t: t.norm(dim=-1)),
         "cumsum": (ops.cumsum, (x,), {"axis": 1}, lambda t: t.cumsum(1)),
         "embedding": (ops.embedding, (table, tokens), {}, lambda w, i: F.embedding(i, w)),
         "gather": (ops.gather, (table, tokens.reshape(-1)), {}, lambda w, i: w[i]),
@@ -108,7 +111,7 @@ def clock(run: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
-def one_round(row: tuple[Callable, tuple[np.ndarray, ...], dict[str, Any], Callable], tensors: list[torch.Tensor]) -> list[float]:
+def one_round(row: Any, tensors: list[torch.Tensor]) -> list[float]:
     """Seconds of our forward, our vjp, torch's forward, torch's backward."""
     op, arrays, static, theirs = row
     ours, (y, vjp) = clock(lambda: op.array(*arrays, **static))          # type: ignore[attr-defined]
@@ -148,7 +151,8 @@ def main() -> None:
             continue
         tensors = [torch.from_numpy(np.ascontiguousarray(a)).requires_grad_(a.dtype == np.float32) for a in row[1]]
         times = np.array([one_round(row, tensors) for _ in range(args.rounds + 2)])[2:]
-        print(f"{name:16}" + side(times[:, 0], times[:, 2], row, bandwidth, 0) + side(times[:, 1], times[:, 3], row, bandwidth, 1))
+        print(f"{name:16}" + side(times[:, 0], times[:, 2], row, bandwidth, 0)
+              + side(times[:, 1], times[:, 3], row, bandwidth, 1))
 
 
 def side(ours: np.ndarray, theirs: np.ndarray, row: Any, bandwidth: float, backward: int) -> str:

@@ -72,10 +72,51 @@ def require(op_name: str, tensors: list[Any], varies: frozenset[str]) -> None:
         missing = varies - t.layout.varies
         if t.leaves and not parameters_alone:
             for leaf in t.leaves:
+                if missing & leaf.layout.varies:
+                    raise LayoutError(f"{op_name}: {describe(t)} was gathered over {names(missing & leaf.layout.varies)} as "
+                                      f"one replicated value, its partner varies there: use all_gather, whose vjp adds up")
                 t.tape.record_use(op_name, leaf, missing)
         elif missing:
             raise LayoutError(f"{op_name}: {describe(t)} is replicated over {names(missing)}, its partner is not: copy_to it "
                               f"first (f), else its gradient misses the other ranks' contributions")
+
+
+def carried_cut(op: Any, tensors: list[Any], static: dict[str, Any], y: Any) -> dict[str, int]:
+    """Along which axis of y the mesh axes cut it, as far as the inputs' cuts tell: where an input's axis and all behind it
+    come out with the same sizes, it is the same axis.  An op that works along a cut axis is an error: a rank has a part only.
+    """
+    cut: dict[str, int] = {}
+    for t in tensors:
+        if not t.cut:
+            continue
+        along = op.along(static, t.array.ndim) if op.along else ()
+        for mesh_axis, k in t.cut.items():
+            if k in along:
+                raise LayoutError(f"{op.name} works along axis {k} of {describe(t)}, which is cut over {mesh_axis}: each rank "
+                                  f"would see its own part only; gather_from it first")
+            from_end = k - t.array.ndim
+            if y.ndim >= -from_end and y.shape[from_end:] == t.array.shape[from_end:]:
+                cut[mesh_axis] = y.ndim + from_end
+    return cut
+
+
+def last_axis(static: dict[str, Any], ndim: int) -> tuple[int, ...]:
+    return (ndim - 1,)
+
+
+def given_axes(static: dict[str, Any], ndim: int) -> tuple[int, ...]:
+    """The axes that the static argument `axis` names; the last one for an op whose axis was left out, all for None."""
+    axis = static.get("axis", -1)
+    axes = range(ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    return tuple(a % ndim for a in axes) if ndim else ()
+
+
+def all_or_given_axes(static: dict[str, Any], ndim: int) -> tuple[int, ...]:
+    return given_axes({"axis": static.get("axis")}, ndim)
+
+
+def first_axis(static: dict[str, Any], ndim: int) -> tuple[int, ...]:
+    return (0,)
 
 
 def describe(t: Any) -> str:

@@ -14,7 +14,7 @@ from functools import partial, wraps
 from typing import Any, Callable, Iterator
 
 from refimpl.array import freeze
-from refimpl.autograd.layout import Layout, LayoutError, join, names
+from refimpl.autograd.layout import Layout, LayoutError, carried_cut, join, names
 from refimpl.autograd.tensor import Params, Tensor
 
 
@@ -71,16 +71,19 @@ class Op:
     collective  its backward communicates, so it runs on every rank even where no gradient arrived
     analytic    complex step differentiation applies
     surrogate   its vjp is, by intention, not the derivative (straight_through)
+    along       (static, number of axes) -> the axes it works along: an input must not be cut there (layout.py)
+    cut         (args, static, y) -> {mesh axis: axis of y} for ops that cut or move axes; default: carried_cut
     values      which arguments hold values: floats of one dtype, that of the output; the others are ids and conditions
     """
 
     def __init__(self, array: Callable, linearity: str | None = None, layout: Callable | None = None,
                  named_by: int | None = None, collective: bool = False, analytic: bool = True,
-                 surrogate: bool = False, values: slice = slice(None)) -> None:
+                 surrogate: bool = False, values: slice = slice(None), along: Callable | None = None,
+                 cut: Callable | None = None) -> None:
         self.array, self.name, self.__doc__ = array, array.__name__, array.__doc__
         self.linearity, self.layout, self.named_by = linearity, layout, named_by
         self.collective, self.analytic, self.surrogate, self.detail = collective, analytic, surrogate, False
-        self.values = values
+        self.values, self.along, self.cut = values, along, cut
         self.__wrapped__ = array
         self.__signature__ = inspect.signature(array)
         self.__module__ = array.__module__
@@ -119,6 +122,9 @@ class Op:
             y, vjp = self.array(*arrays, **static)
         outs = tuple(map(freeze, y)) if type(y) is tuple else (freeze(y),)
         made = [Tensor(a, layout, tape if a.dtype.kind in "fc" else None) for a in outs]
+        if self.cut or any(t.cut for t in tensors):
+            for t in made:
+                t.cut = self.cut(args, static, t.array) if self.cut else carried_cut(self, tensors, static, t.array)
         if tape is not None:
             tape.append(self, vjp, args, made, scope, weight)
         leaves = derived_from(tensors)

@@ -8,9 +8,10 @@ from typing import Any, Callable, Mapping, NamedTuple
 
 from refimpl.array import Array, xp_of
 from refimpl.autograd.layout import Layout, LayoutError, names
-from refimpl.autograd.op import Op, stack
+from refimpl.autograd.op import Op, derived_from, stack
 from refimpl.autograd.tensor import Params, Tensor
 
+OVER_SAMPLES = frozenset({"dp", "cp", "ep"})            # mesh axes whose ranks have samples or positions of their own
 OnLeaf = Callable[[str, Tensor], None]
 
 
@@ -127,31 +128,42 @@ def value_and_grad(fn: Callable[[Params], Any], params: Mapping[str, Tensor], on
                    ) -> tuple[Any, dict[str, Tensor]]:
     """`fn(params)` and the gradient of its (first) result by every parameter.
 
-    fn       returns a scalar Tensor, or a tuple whose first element is that scalar; the value comes back without a tape
+    fn       returns a scalar Tensor, or a tuple whose first element is that scalar; the value comes back without a tape.
+             Where it varies over dp, cp or ep, what is differentiated is the sum of the ranks' values
     grads    a gradient that still has to be summed over mesh axes says so: it is `partial` over them
     on_leaf  called as on_leaf(name, grad) during the sweep, once for every parameter, as soon as its gradient is complete
     Errors:  ValueError if the result is no scalar or does not depend on any parameter
     """
     tape = Tape()
     leaves = {name: tape.leaf(Tensor(t.array, t.layout, None, name, t.cut)) for name, t in params.items()}
+    try:
+        return differentiated(fn, tape, leaves, on_leaf)
+    finally:
+        tape.close()
+
+
+def differentiated(fn: Callable[[Params], Any], tape: Tape, leaves: dict[str, Tensor], on_leaf: OnLeaf | None
+                   ) -> tuple[Any, dict[str, Tensor]]:
+    """value_and_grad on a tape of its own."""
     value = fn(Params(leaves))
     loss = value[0] if isinstance(value, tuple) else value
     if type(loss) is not Tensor or loss.array.size != 1 or loss.tape is not tape:
         raise ValueError(f"value_and_grad needs a scalar that depends on the parameters, got {loss!r}")
-    if loss.partial:
-        raise LayoutError(f"the loss is partial over {names(loss.partial)}: reduce_from it first")
+    if loss.partial or loss.varies - OVER_SAMPLES:
+        axes = loss.partial or loss.varies - OVER_SAMPLES
+        raise LayoutError(f"the loss {'is partial' if loss.partial else 'differs between the ranks'} over {names(axes)}: "
+                          f"reduce_from it first, or gather_from what it is made of")
     grads = tape.sweep({loss.slot: xp_of(loss.array).ones(loss.shape, loss.dtype)}, on_leaf)
     detached = tuple(Tensor(t.array, t.layout) if type(t) is Tensor else t for t in value) if isinstance(value, tuple) \
         else Tensor(loss.array, loss.layout)
-    gradients = {leaf.name: tape.gradient(slot, grads) for slot, leaf in tape.leaves.items()}
-    tape.close()
-    return detached, gradients
+    return detached, {leaf.name: tape.gradient(slot, grads) for slot, leaf in tape.leaves.items()}
 
 
-def recompute(fn: Callable, *args: Any) -> Tensor:
+def recompute(fn: Callable, *args: Any) -> Any:
     """`fn(*args)`, keeping only the arguments and running `fn` again in the backward pass (activation checkpointing).
 
-    Args are Tensors, Params, or anything else that has no gradient; what `fn` differentiates must be among them.
+    Args are Tensors, Params, or anything else that has no gradient; what `fn` differentiates must be among them.  `fn` gives
+    a Tensor, or a tuple whose Tensors are differentiated and whose other elements are passed on.
     Gradients are bitwise those of `fn(*args)`: ops are pure and dropout is a hash.
     Reference: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
     """
@@ -167,19 +179,19 @@ def recompute(fn: Callable, *args: Any) -> Tensor:
     def detached(t: Tensor) -> Tensor:
         return Tensor(t.array, t.layout, None, t.name, t.cut)
 
-    y = fn(*rebuild([detached(t) for t in flat]))
-    if y.tape is not None:
+    result = fn(*rebuild([detached(t) for t in flat]))
+    if any(y.tape is not None for y in tensors_of(result)):
         raise ValueError("recompute: the function uses a Tensor that is not among its arguments, whose gradient would be lost")
     scope = stack.scope
 
-    def vjp(dy: Array) -> tuple[Array | None, ...]:
+    def vjp(*dys: Array) -> tuple[Array | None, ...]:
         tape = Tape()
         inputs = [detached(t) if t.tape is None else tape.leaf(t) for t in flat]
         before = stack.enter(scope, "recompute")
         try:
-            again = fn(*rebuild(inputs))
+            again = tensors_of(fn(*rebuild(inputs)))
             stack.enter(scope, "backward")
-            grads = tape.sweep({again.slot: dy})
+            grads = tape.sweep({y.slot: dy for y, dy in zip(again, dys) if y.tape is tape})
         finally:
             stack.enter(*before)
         for outer, inner in zip(flat, inputs):
@@ -190,10 +202,19 @@ def recompute(fn: Callable, *args: Any) -> Tensor:
         return tuple(grads.get(t.slot) for t in inputs)
 
     tape = next((t.tape for t in flat if t.tape is not None), None)
-    out = Tensor(y.array, y.layout, tape)
+    outs = [Tensor(y.array, y.layout, tape if y.array.dtype.kind in "fc" else None, cut=y.cut) for y in tensors_of(result)]
+    for out in outs:
+        out.made_of = derived_from(flat)
     if tape is not None:
-        tape.append(RECOMPUTE, vjp, tuple(flat), [out], scope, None)
-    return out
+        tape.append(RECOMPUTE, vjp, tuple(flat), outs, scope, None)
+    if not isinstance(result, tuple):
+        return outs[0]
+    rest = iter(outs)
+    return tuple(next(rest) if type(r) is Tensor else r for r in result)
+
+
+def tensors_of(result: Any) -> list[Tensor]:
+    return [r for r in (result if isinstance(result, tuple) else (result,)) if type(r) is Tensor]
 
 
 RECOMPUTE = Op(recompute, collective=True)              # it may hold collectives, so its backward always runs

@@ -13,7 +13,7 @@ class Tensor:
     tape    the tape it is recorded on, None where no gradient is wanted
     slot    its place on that tape
     name    a parameter's full name, "" for anything else
-    cut     for a sharded parameter {mesh axis: numpy axis}; this tells `linear` that a product is a partial sum
+    cut     {mesh axis: numpy axis} along which it is cut, where known: it tells `linear` that a product is a partial sum
     made_of the parameters it is made of, when it is made of parameters alone
     """
     __slots__ = ("array", "layout", "tape", "slot", "name", "cut", "made_of")
@@ -62,6 +62,7 @@ class Tensor:
 
     __array_ufunc__ = None                              # `array + tensor` is refused by numpy and comes to us
     __add__: Any                                        # the operators are supplied by ops/arithmetic.py
+    __radd__: Any
     __sub__: Any
     __mul__: Any
     __rmul__: Any

@@ -3,6 +3,7 @@ import math
 
 from refimpl.array import xp_of
 from refimpl.autograd import op
+from refimpl.autograd.layout import last_axis
 from refimpl.ops.corners import annulled, silent
 from refimpl.ops.elementwise import sigmoid_array
 from refimpl.ops.erf import erf_array
@@ -44,7 +45,7 @@ def gelu_tanh(x):
     return y, vjp
 
 
-@op
+@op(along=last_axis)
 def softmax(x):
     """Softmax over the last axis.  A row that is -inf everywhere gives 0, not nan.
 
@@ -88,7 +89,7 @@ def softmax_parts(x, own=False):
     return e, m, xp.log(total)
 
 
-@op
+@op(along=last_axis)
 def log_softmax(x):
     """Logarithm of softmax over the last axis.  A row that is -inf everywhere stays -inf, with gradient 0.
 
@@ -109,7 +110,7 @@ def log_softmax(x):
     return y, vjp
 
 
-@op
+@op(along=last_axis)
 def logsumexp(x, keepdims=False):
     """Logarithm of the sum of exponentials over the last axis.  A row that is -inf everywhere gives -inf, with gradient 0.
 

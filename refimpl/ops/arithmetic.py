@@ -155,7 +155,13 @@ def multiply(x, by):
     return scale(x, by=by) if isinstance(by, Real) else mul(x, by)
 
 
-Tensor.__add__, Tensor.__sub__ = (lambda a, b: add(a, b)), (lambda a, b: subtract(a, b))
+def plus(x, other):
+    """x + other for a Tensor, an array or a number, which takes x's dtype."""
+    return add(x, xp_of(x.array).full((), other, x.dtype) if isinstance(other, Real) else other)
+
+
+Tensor.__add__, Tensor.__radd__ = plus, plus
+Tensor.__sub__ = lambda a, b: plus(a, -b) if isinstance(b, Real) else subtract(a, b)
 Tensor.__mul__, Tensor.__rmul__ = multiply, multiply
 Tensor.__truediv__ = lambda a, b: scale(a, by=1 / b) if isinstance(b, Real) else divide(a, b)
 Tensor.__neg__ = lambda a: scale(a, by=-1)

@@ -6,7 +6,12 @@ from refimpl.array import xp_of
 from refimpl.autograd import op
 
 
-@op(linearity="each")
+def positions(static, ndim):
+    """The axis before the channels: positions of x, taps of w."""
+    return (ndim - 2,)
+
+
+@op(linearity="each", along=positions)
 def depthwise_conv(x, w):
     """Causal depthwise convolution: position t sees t - W + 1 ... t.
 
@@ -35,7 +40,7 @@ def depthwise_conv(x, w):
     return y, vjp
 
 
-@op(linearity="each", analytic=False)
+@op(linearity="each", analytic=False, along=positions)
 def fft_conv(x, k):
     """Causal convolution with a kernel as long as the sequence, in O(T log T): zero-padded to 2T so that nothing wraps round.
 

@@ -4,6 +4,7 @@ Ids may lie on the host: they are checked where they are, then moved to the valu
 """
 from refimpl.array import xp_of
 from refimpl.autograd import op
+from refimpl.autograd.layout import first_axis
 
 
 def check_ids(op_name, ids, below):
@@ -38,7 +39,7 @@ def sum_by_id(values, ids, n):
     return y
 
 
-@op(linearity="each", named_by=0, values=slice(1))
+@op(linearity="each", named_by=0, values=slice(1), along=first_axis)
 def embedding(w, ids):
     """Row lookup.
 
@@ -60,7 +61,7 @@ def embedding(w, ids):
     return y, vjp
 
 
-@op(linearity="each", values=slice(1))
+@op(linearity="each", values=slice(1), along=first_axis)
 def gather(x, ids):
     """Slices along the first axis, in any order and any number of times.
 
@@ -82,7 +83,7 @@ def gather(x, ids):
     return y, vjp
 
 
-@op(linearity="each", values=slice(1))
+@op(linearity="each", values=slice(1), along=first_axis)
 def scatter_add(x, ids, n=0):
     """Slices added into `n` slots; equal ids add up.  The transpose of gather.
 

@@ -7,7 +7,7 @@ import math
 
 from refimpl.array import xp_of
 from refimpl.autograd import Layout, LayoutError, Tensor, op, seam
-from refimpl.autograd.layout import join, names
+from refimpl.autograd.layout import describe, join, names
 
 
 @seam(detail=True)
@@ -37,8 +37,12 @@ def linear_layout(args, static):
     tensors = [a for a in args if type(a) is Tensor]
     layout = join(linear, tensors)
     x, w, b = (*args, None)[:3]
-    cut = getattr(w, "cut", {})
-    summed, name = frozenset(axis for axis, numpy_axis in cut.items() if numpy_axis == 0), getattr(w, "name", "") or "a weight"
+    summed = frozenset(axis for axis, k in getattr(w, "cut", {}).items() if k == 0)
+    columns = frozenset(axis for axis, k in getattr(x, "cut", {}).items() if k == x.array.ndim - 1)
+    name = getattr(w, "name", "") or "a weight"
+    if type(w) is Tensor and columns - summed - w.varies:
+        raise LayoutError(f"linear: {describe(x)} is cut by columns over {names(columns - summed)}, {name} is not cut by rows "
+                          f"there: it has no part that belongs to them")
     if b is not None and summed | layout.partial:
         raise LayoutError(f"linear: the product with {name} is partial over {names(summed | layout.partial)}; its bias would "
                           f"be added once per rank: add it after reduce_from")
@@ -50,7 +54,14 @@ def linear_layout(args, static):
     return Layout(layout.varies, layout.partial | summed)
 
 
-@op(linearity="each", named_by=1, layout=linear_layout)
+def linear_cut(args, static, y):
+    """Columns of w are columns of y; rows of x stay rows."""
+    x, w = args[:2]
+    cut = {axis: k for axis, k in getattr(x, "cut", {}).items() if k < y.ndim - 1}
+    return cut | {axis: y.ndim - 1 for axis, k in getattr(w, "cut", {}).items() if k == 1}
+
+
+@op(linearity="each", named_by=1, layout=linear_layout, cut=linear_cut)
 def linear(x, w, b=None):
     """Linear layer.
 

@@ -3,13 +3,14 @@ import math
 
 from refimpl.array import xp_of
 from refimpl.autograd import op
+from refimpl.autograd.layout import last_axis
 from refimpl.ops.activations import softmax_parts
 
 IGNORE = -100
 SMOOTHING_OVER = ("all", "others")
 
 
-@op(values=slice(1))
+@op(values=slice(1), along=last_axis)
 def cross_entropy(logits, targets, ignore_index=IGNORE, smoothing=0.0, smoothing_over="all", z_loss=0.0):
     """Cross entropy of integer targets, summed, and the number of targets that count.
 

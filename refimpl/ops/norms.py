@@ -1,10 +1,11 @@
 """Normalisation over the last axis."""
 from refimpl.array import xp_of
 from refimpl.autograd import op
+from refimpl.autograd.layout import last_axis
 from refimpl.ops.linear import column_dot, column_sum, row_dot
 
 
-@op
+@op(along=last_axis)
 def layer_norm(x, g, b, eps=1e-5):
     """Layer normalisation over the last axis.
 
@@ -38,7 +39,7 @@ def layer_norm(x, g, b, eps=1e-5):
 GAINS = ("w", "1+w")
 
 
-@op
+@op(along=last_axis)
 def rms_norm(x, w, eps=1e-6, gain="w"):
     """Root-mean-square normalisation over the last axis.
 

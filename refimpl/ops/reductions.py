@@ -5,7 +5,8 @@
 import math
 
 from refimpl.array import xp_of
-from refimpl.autograd import op
+from refimpl.autograd import Layout, Tensor, op
+from refimpl.autograd.layout import all_or_given_axes, given_axes, join
 from refimpl.ops.axes import check_axes, check_axis
 from refimpl.ops.corners import silent
 from refimpl.ops.linear import row_dot
@@ -30,7 +31,26 @@ def reduced_count(op_name, x, axis):
     return n
 
 
-@op(linearity="each")
+def reduced_cut(args, static, y):
+    """The axes that are left keep their cuts."""
+    x = args[0]
+    if type(x) is not Tensor:
+        return {}
+    reduced = all_or_given_axes(static, x.array.ndim)
+    left = [k for k in range(x.array.ndim) if static.get("keepdims") or k not in reduced]
+    return {mesh_axis: left.index(k) for mesh_axis, k in x.cut.items() if k not in reduced}
+
+
+def sum_layout(args, static):
+    """A sum over an axis that is cut is a part of the whole sum: partial over that mesh axis."""
+    x = args[0]
+    if type(x) is not Tensor:
+        return Layout()
+    layout, axes = join(sum, [x]), all_or_given_axes(static, x.array.ndim)
+    return Layout(layout.varies, layout.partial | {mesh_axis for mesh_axis, k in x.cut.items() if k in axes})
+
+
+@op(linearity="each", layout=sum_layout, cut=reduced_cut)
 def sum(x, axis=None, keepdims=False):
     """Sum.
 
@@ -49,7 +69,7 @@ def sum(x, axis=None, keepdims=False):
     return y, vjp
 
 
-@op(linearity="each")
+@op(linearity="each", along=all_or_given_axes)
 def mean(x, axis=None, keepdims=False):
     """Arithmetic mean; over nothing it is an error.
 
@@ -68,7 +88,7 @@ def mean(x, axis=None, keepdims=False):
     return y, vjp
 
 
-@op
+@op(along=all_or_given_axes)
 def max(x, axis=None, keepdims=False):
     """Maximum; over nothing it is an error.  Elements that tie for it share its gradient equally.
 
@@ -90,7 +110,7 @@ def max(x, axis=None, keepdims=False):
     return y, vjp
 
 
-@op(linearity="each")
+@op(linearity="each", along=given_axes)
 def cumsum(x, axis=-1):
     """Running sum along one axis.
 
@@ -109,7 +129,7 @@ def cumsum(x, axis=-1):
     return y, vjp
 
 
-@op
+@op(along=given_axes)
 def norm(x, axis=-1, keepdims=False):
     """Euclidean norm along an axis.  At the zero vector its gradient is 0, a subgradient, not nan.
 

@@ -10,11 +10,12 @@ import numpy as np
 
 from refimpl.array import xp_of
 from refimpl.autograd import op
+from refimpl.autograd.layout import last_axis
 
 PAIRINGS = ("interleaved", "half")
 
 
-@op(linearity="each", values=slice(1))
+@op(linearity="each", values=slice(1), along=last_axis)
 def rope(x, positions, theta=10000.0, pairing="half", rotated=None):
     """Rotate pairs of channels by position·frequency.  Angles are float64 whatever x's dtype is.
 

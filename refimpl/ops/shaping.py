@@ -3,11 +3,21 @@
 Their vjps move the cotangent back; only repeat adds.
 """
 from refimpl.array import xp_of
-from refimpl.autograd import op
+from refimpl.autograd import Tensor, op
+from refimpl.autograd.layout import given_axes
 from refimpl.ops.axes import check_axis
 
 
-@op(linearity="each")
+def reshaped_cut(args, static, y):
+    """Joining leading axes keeps the cuts behind them; where an axis is split, which part is cut is not known."""
+    x = args[0]
+    if type(x) is not Tensor or y.ndim > x.array.ndim:
+        return {}
+    return {mesh_axis: k - x.array.ndim + y.ndim for mesh_axis, k in x.cut.items()
+            if y.shape[k - x.array.ndim:] == x.array.shape[k:] and k - x.array.ndim + y.ndim >= 0}
+
+
+@op(linearity="each", cut=reshaped_cut)
 def reshape(x, shape=()):
     """The same elements in C order under another shape; one size may be -1.
 
@@ -28,7 +38,12 @@ def reshape(x, shape=()):
     return y, vjp
 
 
-@op(linearity="each")
+def transposed_cut(args, static, y):
+    axes = [a % y.ndim for a in static.get("axes", ())]
+    return {mesh_axis: axes.index(k) for mesh_axis, k in args[0].cut.items()} if type(args[0]) is Tensor else {}
+
+
+@op(linearity="each", cut=transposed_cut)
 def transpose(x, axes=()):
     """Axes in another order.
 
@@ -50,7 +65,7 @@ def transpose(x, axes=()):
     return y, vjp
 
 
-@op(linearity="joint")
+@op(linearity="joint", along=given_axes)
 def concat(*parts, axis=-1):
     """Join arrays along one axis.
 
@@ -75,7 +90,7 @@ def concat(*parts, axis=-1):
     return y, vjp
 
 
-@op(linearity="each")
+@op(linearity="each", along=given_axes)
 def split(x, sizes=(), axis=-1):
     """Cut an array along one axis into parts of the given sizes.
 
@@ -113,7 +128,7 @@ def along(x, axis, start, stop):
     return tuple(where)
 
 
-@op(linearity="each")
+@op(linearity="each", along=given_axes)
 def slice_axis(x, axis=-1, start=0, stop=None):
     """The elements start..stop-1 along one axis.
 
@@ -138,7 +153,7 @@ def slice_axis(x, axis=-1, start=0, stop=None):
     return y, vjp
 
 
-@op(linearity="each")
+@op(linearity="each", along=given_axes)
 def pad(x, before=0, after=0, axis=-1):
     """Zeros before and after, along one axis.
 

@@ -11,7 +11,7 @@
 
 Replicated: the same value on all ranks, counted once.  Shard(axis): the global array cut along a numpy axis.  Partial:
 the value is the sum over ranks.  PerRank: independent values.  The vjps follow from <dy, J v> = <vjp(dy), v>, where the
-inner product counts a replicated value once and sums everything else over ranks; tests/parallel/test_collectives.py
+inner product counts a replicated value once and sums everything else over ranks; tests/ops/test_registry.py
 checks this on all ranks.  Why there is no plain differentiable "all_reduce": its gradient depends on the layout of its
 output (Replicated: identity; PerRank: all_reduce), so it has to be named.
 
@@ -41,12 +41,21 @@ def rule(op_name, before, after):
     return layout
 
 
+def moved_cut(kind):
+    """Where a collective's output is cut: scatter cuts, gather joins, the others leave the cuts of other mesh axes alone."""
+    def cut(args, static, y):
+        axes = static["comm"].axes
+        kept = {axis: k for axis, k in getattr(args[0], "cut", {}).items() if axis not in axes}
+        return kept | ({axis: static.get("axis", -1) % y.ndim for axis in axes} if kind == "scatter" else {})
+    return cut
+
+
 ADVICE = {"replicated": "a second f would add its gradient up twice",
           "partial": "only a sum over ranks may be reduced (the product with a row-cut weight is one; as_partial marks others)",
           "varying": "there is nothing to join"}
 
 
-@op(linearity="each", collective=True, layout=rule("copy_to", "replicated", "varying"))
+@op(linearity="each", collective=True, cut=moved_cut("join"), layout=rule("copy_to", "replicated", "varying"))
 def copy_to(x, comm=None):
     """f: enter a region where every rank works on its own part.
 
@@ -63,7 +72,7 @@ def copy_to(x, comm=None):
     return y, vjp
 
 
-@op(linearity="each", collective=True, layout=rule("reduce_from", "partial", "replicated"))
+@op(linearity="each", collective=True, cut=moved_cut("join"), layout=rule("reduce_from", "partial", "replicated"))
 def reduce_from(x, comm=None):
     """g: leave the region, adding the parts up.
 
@@ -80,7 +89,7 @@ def reduce_from(x, comm=None):
     return y, vjp
 
 
-@op(linearity="each", collective=True, layout=rule("gather_from", "varying", "replicated"))
+@op(linearity="each", collective=True, cut=moved_cut("join"), layout=rule("gather_from", "varying", "replicated"))
 def gather_from(x, comm=None, axis=-1, sizes=None):
     """Join the shards where every rank then does the same with the whole.
 
@@ -98,7 +107,7 @@ def gather_from(x, comm=None, axis=-1, sizes=None):
     return y, vjp
 
 
-@op(linearity="each", collective=True, layout=rule("scatter_to", "replicated", "varying"))
+@op(linearity="each", collective=True, cut=moved_cut("scatter"), layout=rule("scatter_to", "replicated", "varying"))
 def scatter_to(x, comm=None, axis=-1, sizes=None):
     """Keep the own slice of a replicated value.
 
@@ -116,7 +125,7 @@ def scatter_to(x, comm=None, axis=-1, sizes=None):
     return y, vjp
 
 
-@op(linearity="each", collective=True, layout=rule("all_gather", "varying", "varying"))
+@op(linearity="each", collective=True, cut=moved_cut("join"), layout=rule("all_gather", "varying", "varying"))
 def all_gather(x, comm=None, axis=-1, sizes=None):
     """Join the shards where every rank then does its own thing with the whole.
 
@@ -134,7 +143,7 @@ def all_gather(x, comm=None, axis=-1, sizes=None):
     return y, vjp
 
 
-@op(linearity="each", collective=True, layout=rule("reduce_scatter", "partial", "varying"))
+@op(linearity="each", collective=True, cut=moved_cut("scatter"), layout=rule("reduce_scatter", "partial", "varying"))
 def reduce_scatter(x, comm=None, axis=-1, sizes=None):
     """Add the parts up and keep the own slice of the sum.
 

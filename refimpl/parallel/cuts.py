@@ -24,6 +24,13 @@ class Cut:
     bounds: tuple[tuple[int, int], ...]
     over: str = "tp"
 
+    def __post_init__(self) -> None:
+        """Error: ValueError unless the parts follow one another without a hole; they may overlap."""
+        starts, stops = zip(*self.bounds)
+        in_order = list(starts) == sorted(starts) and list(stops) == sorted(stops) and all(a <= b for a, b in self.bounds)
+        if starts[0] != 0 or not in_order or any(start > stop for stop, start in zip(stops, starts[1:])):
+            raise ValueError(f"the bounds {self.bounds} must start at 0 and follow one another without a hole")
+
     @classmethod
     def even(cls, axis: int, n: int, comm: Comm) -> "Cut":
         """`n` in shares that differ by at most one."""
@@ -62,10 +69,21 @@ def shard(tensors: Mapping[str, Array], table: Mapping[str, Placement], mesh: Me
 
 
 def gather(tensors: Mapping[str, Tensor], table: Mapping[str, Placement], mesh: Mesh) -> dict[str, Array]:
-    """The global arrays, on every rank (of parameters, or of gradients that have been reduced)."""
+    """The global arrays, on every rank (of parameters, or of gradients that have been reduced).
+
+    Where parts overlap, the lowest holder's elements stand.
+    """
     out = {}
     for name, t in tensors.items():
         p = table[name]
-        out[name] = t.array if isinstance(p, Replicated) else mesh.comm(p.over).all_gather(
-            t.array, axis=p.axis, sizes=[stop - start for start, stop in p.bounds])
+        if isinstance(p, Replicated):
+            out[name] = t.array
+            continue
+        sizes = [stop - start for start, stop in p.bounds]
+        joined = mesh.comm(p.over).all_gather(t.array, axis=p.axis, sizes=sizes)
+        mine, end, first = [], 0, 0                     # of what was joined: the elements that no lower rank holds
+        for (start, stop), size in zip(p.bounds, sizes):
+            mine += range(first + max(0, end - start), first + size)
+            end, first = max(end, stop), first + size
+        out[name] = joined if len(mine) == first else joined[(slice(None),) * p.axis + (np.array(mine),)]
     return out

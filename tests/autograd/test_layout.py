@@ -7,8 +7,9 @@ import pytest
 
 from refimpl.autograd import Layout, LayoutError, Tensor, recompute, value_and_grad
 from refimpl.comm import Mesh, run_threads
-from refimpl.ops import add, cross_entropy, dropout, gelu_tanh, layer_norm, linear, mul, reshape, scale, softmax, sum, transpose
-from refimpl.parallel import as_partial, copy_to, gather_from, reduce_from, scatter_to
+from refimpl.ops import (add, cross_entropy, dropout, embedding, gelu_tanh, layer_norm, linear, max, mul, reshape, scale,
+                         softmax, sum, transpose)
+from refimpl.parallel import all_gather, as_partial, column_parallel_linear, copy_to, gather_from, reduce_from, scatter_to
 from refimpl.rng import draw
 
 TP, DP = frozenset({"tp"}), frozenset({"dp"})
@@ -173,7 +174,7 @@ def test_a_parameter_used_in_two_ways_is_an_error_that_copy_to_resolves():
 
     def f(p, again):
         h = linear(copy_to(mul(x(), p["g"]), comm=MESH.tp), p["w"])
-        return sum(mul(h, again(p["g"])))
+        return reduce_from(sum(mul(h, again(p["g"]))), comm=MESH.tp)
     words = ("the parameter g is used in two ways: its gradient has to be reduced over nothing for mul and over tp for mul; "
              "copy_to it before the use that varies more")
     with pytest.raises(LayoutError, match=words):
@@ -213,3 +214,85 @@ def test_a_mistake_is_found_on_every_size_with_the_same_words(mistake, size):
             value_and_grad(lambda p: sum(mlp(p, mesh=mesh, **mistake)), PARAMS)
         return str(error.value)
     assert set(run_threads(size, lambda comm: words(Mesh(tp=size, comm=comm)))) == {words(MESH)}
+
+
+# -- cuts are followed through ops ------------------------------------------------------------------------------------
+
+def test_a_scaled_or_transposed_weight_still_knows_its_cut():
+    h = x(TP)
+    rows, columns = weight("rows", (D, D), 0), weight("columns", (D, D), 1)
+    with pytest.raises(LayoutError, match="its bias would be added once per rank"):
+        linear(h, scale(rows, by=0.5), weight("bias", (D,)))
+    for w in (scale(rows, by=0.5), transpose(columns, axes=(1, 0))):
+        assert linear(h, w).partial == TP
+        with pytest.raises(LayoutError, match="reduce before a nonlinearity"):
+            gelu_tanh(linear(h, w))
+    y = column_parallel_linear(x(), transpose(rows, axes=(1, 0)))       # the head that is tied to a table cut by vocabulary
+    assert y.cut == {"tp": 1} and y.layout == Layout(TP)
+
+
+@pytest.mark.parametrize("fn", [
+    lambda h: layer_norm(h, weight("g", (F,), 0), weight("b", (F,), 0)), softmax,
+    lambda h: cross_entropy(h, np.zeros(3, int)), lambda h: max(h, axis=1), lambda h: softmax(gelu_tanh(scale(h, by=2.0)))])
+def test_an_op_that_works_along_a_cut_axis_is_refused(fn):
+    h = column_parallel_linear(x(), PARAMS["up.w"])
+    with pytest.raises(LayoutError, match="works along axis [01] of .*, which is cut over tp: each rank would see its own part"):
+        fn(h)
+    fn_of_whole = gather_from(h, comm=MESH.tp)
+    assert not fn_of_whole.cut and softmax(fn_of_whole).layout == Layout()
+
+
+def test_a_lookup_in_a_table_cut_by_rows_is_refused():
+    with pytest.raises(LayoutError, match="embedding works along axis 0 of the parameter table .* which is cut over tp"):
+        embedding(weight("table", (F, D), 0), np.zeros(3, int))
+    assert embedding(weight("table", (F, D), 1), np.zeros(3, int)).cut == {"tp": 1}
+
+
+def test_a_sum_over_a_cut_axis_is_partial_and_over_another_it_is_cut():
+    h = column_parallel_linear(x(), PARAMS["up.w"])
+    assert sum(h, axis=1).partial == TP and not sum(h, axis=1).cut
+    assert sum(h, axis=0).cut == {"tp": 0} and not sum(h, axis=0).partial
+    assert sum(h, axis=0, keepdims=True).cut == {"tp": 1}
+    with pytest.raises(LayoutError, match="the loss is partial over tp"):
+        run(lambda p: sum(mul(h, linear(copy_to(x(), comm=MESH.tp), p["up.w"]))))
+
+
+def test_a_loss_that_differs_between_tp_ranks_is_refused():
+    """all_gather where gather_from was meant: each rank would differentiate its own copy, and all would count."""
+    def f(join):
+        return lambda p: sum(join(linear(copy_to(x(), comm=MESH.tp), p["up.w"]), comm=MESH.tp))
+    with pytest.raises(LayoutError, match="the loss differs between the ranks over tp"):
+        run(f(all_gather))
+    run(f(gather_from))
+
+
+def test_a_parameter_gathered_as_one_value_beside_varying_data_is_refused():
+    """The mistake of fully sharded data parallelism: gather_from's vjp takes the own slice of this rank's gradient alone."""
+    w = {"w": Tensor(draw("w", (D, D)), Layout(DP), name="w", cut={"dp": 0})}
+
+    def f(join):
+        return lambda p: sum(linear(x(DP), join(p["w"], comm=MESH.dp, axis=0)))
+    with pytest.raises(LayoutError, match="was gathered over dp as one replicated value, its partner varies there: use all_g"):
+        run(f(gather_from), w)
+    _, grads = run(f(all_gather), w)
+    assert grads["w"].layout == Layout(DP)
+
+
+def test_collectives_refuse_a_value_that_is_partial_over_another_axis_or_mixed():
+    partial_over_dp = as_partial(x(DP), comm=MESH.dp)
+    with pytest.raises(LayoutError, match="copy_to of a value that is partial over dp: reduce_from it first"):
+        copy_to(partial_over_dp, comm=MESH.tp)
+    with pytest.raises(LayoutError, match=r"gather_from over dp\+tp takes a varying value"):
+        gather_from(x(DP), comm=MESH.comm("dp", "tp"))
+
+
+def test_the_sweep_gives_an_unused_collective_a_zero_cotangent():
+    """Rank 1 makes y as well, but its loss goes another way: its all_reduce must still meet rank 0's."""
+    def on_rank(comm):
+        mesh = Mesh(dp=2, comm=comm)
+
+        def f(p):
+            y = copy_to(p["a"], comm=mesh.dp)
+            return sum(y) if comm.rank == 0 else sum(mul(p["b"], np.ones(2)))
+        return value_and_grad(f, {"a": Tensor(np.ones(2)), "b": Tensor(np.ones(2))})[1]["a"].array.tolist()
+    assert run_threads(2, on_rank, timeout=20) == [[1, 1], [1, 1]]

@@ -303,7 +303,45 @@ def test_arrays_are_given_by_position_and_settings_by_name():
     with pytest.raises(TypeError, match="reshape: argument 1 is a tuple: arrays are given by position, anything else by name"):
         reshape(x, (3, 2))
     with pytest.raises(TypeError, match="add: argument 1 is a float"):
-        x + 1.0
+        add(x, 1.0)
+
+
+def test_operators_take_tensors_arrays_and_numbers_on_both_sides():
+    x = Tensor(np.array([1.0, 4], np.float32))
+    for y, expected in ((x + 1, [2, 5]), (1 + x, [2, 5]), (x - 1, [0, 3]), (x * 2, [2, 8]), (2 * x, [2, 8]), (x / 2, [0.5, 2]),
+                        (-x, [-1, -4]), (x + x, [2, 8]), (x - x, [0, 0]), (x * x, [1, 16]), (x / x, [1, 1]),
+                        (np.ones(2, np.float32) + x, [2, 5]), (x + np.ones(2, np.float32), [2, 5])):
+        assert y.array.tolist() == expected and y.dtype == np.float32
+
+
+def test_recompute_passes_a_tuple_on():
+    """A mixer gives (y, state, aux): the Tensors among them are differentiated, the rest is passed on."""
+    def mixer(x):
+        return scale(x, by=2.0), None, {"note": 1}, mul(x, x)
+    x = {"x": Tensor(np.array([3.0]))}
+
+    def f(p):
+        y, state, aux, z = recompute(mixer, p["x"])
+        assert (state, aux) == (None, {"note": 1})
+        return sum(y + z)
+    value, grads = value_and_grad(f, x)
+    assert float(value) == 6 + 9 and grads["x"].array.tolist() == [2 + 6]
+
+
+def test_an_exception_in_the_function_leaves_nothing_alive():
+    seen = []
+
+    def f(p):
+        y = scale(p["x"], by=2.0)
+        seen.append(weakref.ref(y.array))
+        raise ZeroDivisionError
+    gc.disable()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            value_and_grad(f, {"x": Tensor(np.ones(3))})
+        assert seen[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_vjp_with_wrong_answers_is_named():

@@ -155,8 +155,9 @@ def test_backward_of_a_column_cut_exchanges_dx_whatever_the_width(ranks):
             comm.ledger.clear()
             mesh = Mesh(tp=comm.size, comm=comm)
             p = shard({"x": WHOLE["x"], "w": np.ones((D, width))}, {"x": Replicated(), "w": Cut.even(1, width, mesh.tp)}, mesh)
-            value_and_grad(lambda p: total(column_parallel_linear(copy_to(p["x"], comm=mesh.tp), p["w"])), p)
-            assert comm.ledger.total(axes="tp").elements == (N * D if comm.size > 1 else 0)
+            value_and_grad(lambda p: reduce_from(total(column_parallel_linear(copy_to(p["x"], comm=mesh.tp), p["w"])),
+                                                 comm=mesh.tp), p)
+            assert comm.ledger.total(axes="tp", phase="backward").elements == (N * D if comm.size > 1 else 0)
     ranks.run(check)
 
 
