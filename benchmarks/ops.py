@@ -1,10 +1,12 @@
-"""Each op's forward and vjp beside torch's, float32, one core, interleaved: python benchmarks/ops.py [op ...]
+"""Each op's forward and vjp beside torch's, float32, one core, interleaved: make bench-ops, or
+python benchmarks/ops.py [op ...] where torch is installed.
 
 Sizes are those of a GPT block: N = 2048 tokens, D 384, F 1536, 6 heads of 64, T 256, V 4096.  In every round both sides run
 once, so that a slow moment of the machine hits both; the table shows the median of the rounds' ratios (torch's time / ours:
 1 is equal, above 1 we are faster), its quartiles, and which share of the measured copy bandwidth the op's inputs and outputs
-amount to (forward: read the inputs, write y; vjp: read dy and the inputs, write their gradients), or, for products, of the
-measured matrix-product speed.
+amount to (forward: read the inputs, write y; vjp: read dy and the inputs, write their gradients), or, for products, which
+share of the measured matrix-product speed their FLOPs do.  Shares above 100% are data that was still in the cache, and vjps
+that only hand on a view.  Left out: reshape, transpose, split, slice_axis, stop_gradient, straight_through, which are views.
 """
 import argparse
 import os
@@ -20,6 +22,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 from refimpl import ops  # noqa: E402
+from refimpl.autograd import Count  # noqa: E402
 from refimpl.rng import draw, integers, stream  # noqa: E402
 
 N, D, FF, H, K, T, V = 2048, 384, 1536, 6, 64, 256, 4096
@@ -68,6 +71,7 @@ def rows() -> dict[str, tuple[Callable, tuple[np.ndarray, ...], dict[str, Any], 
         "add": (ops.add, (x, values("y", B, T, D)), {}, torch.add), "mul": (ops.mul, (x, values("y", B, T, D)), {}, torch.mul),
         "add bias": (ops.add, (wide, bias), {}, torch.add),
         "divide": (ops.divide, (x, values("y", B, T, D, mean=5)), {}, torch.divide),
+        "subtract": (ops.subtract, (x, values("y", B, T, D)), {}, torch.subtract),
         "scale": (ops.scale, (x,), {"by": 0.5}, lambda t: t * 0.5),
         "where": (ops.where, (values("c", B, T, D) > 0, x, values("y", B, T, D)), {}, torch.where),
         "sum": (ops.sum, (wide,), {"axis": -1}, lambda t: t.sum(-1)),
@@ -151,17 +155,31 @@ def main() -> None:
             continue
         tensors = [torch.from_numpy(np.ascontiguousarray(a)).requires_grad_(a.dtype == np.float32) for a in row[1]]
         times = np.array([one_round(row, tensors) for _ in range(args.rounds + 2)])[2:]
-        print(f"{name:16}" + side(times[:, 0], times[:, 2], row, bandwidth, 0)
-              + side(times[:, 1], times[:, 3], row, bandwidth, 1))
+        work = needed(row, name in MATMUL_LIKE)
+        ceiling = flops if name in MATMUL_LIKE else bandwidth
+        print(f"{name:16}" + side(times[:, 0], times[:, 2], work[0] / ceiling)
+              + side(times[:, 1], times[:, 3], work[1] / ceiling))
 
 
-def side(ours: np.ndarray, theirs: np.ndarray, row: Any, bandwidth: float, backward: int) -> str:
-    ratio = np.percentile(theirs / ours, [25, 50, 75])
-    y = row[0].array(*row[1], **row[2])[0]
-    out = (y[0] if isinstance(y, tuple) else y)
-    moved = sum(a.nbytes for a in row[1]) * (1 + backward) + np.asarray(out).nbytes
-    share = moved / np.median(ours) / bandwidth
-    return f"{np.median(ours) * 1e3:7.2f}{ratio[1]:8.2f}{f'{ratio[0]:.2f}-{ratio[2]:.2f}':>12}{share:7.0%}"
+def needed(row: Any, flops: bool) -> tuple[float, float]:
+    """What forward and vjp have to do: FLOPs of their matrix products, or bytes read and written."""
+    op, arrays, static, _ = row
+    with Count() as count:
+        y, vjp = op.array(*arrays, **static)
+        forward = sum(count.flops.values())
+        first = np.asarray(y[0] if isinstance(y, tuple) else y)
+        vjp(np.ones(first.shape, np.float32))
+    if flops:
+        return forward, sum(count.flops.values()) - forward
+    inputs = sum(a.nbytes for a in arrays)
+    return inputs + first.nbytes, 2 * inputs + first.nbytes
+
+
+def side(ours: np.ndarray, theirs: np.ndarray, ideal: float) -> str:
+    """Milliseconds, the ratio with its quartiles, and the share of the ceiling; `ideal` is the time at the ceiling."""
+    low, ratio, high = np.percentile(theirs / ours, [25, 50, 75])
+    seconds = float(np.median(ours))
+    return f"{seconds * 1e3:7.2f}{ratio:8.2f}{f'{low:.2f}-{high:.2f}':>12}{ideal / seconds:7.0%}"
 
 
 if __name__ == "__main__":
