@@ -1,11 +1,10 @@
 """The command line: python -m refimpl train | demo | doctor.  `python -m refimpl COMMAND --help` explains each."""
 import argparse
 import sys
-import time
-from typing import NoReturn, Sequence
+from typing import Sequence
 
-from refimpl.comm import CommError, world
-from refimpl.comm.launch import launcher
+from refimpl.comm import CommError
+from refimpl.comm.launch import INTERRUPTED, fail
 from refimpl.commands import demo, doctor, train
 
 COMMANDS = {"train": train, "demo": demo, "doctor": doctor}
@@ -27,13 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.traceback:
             raise
         fail(f"refimpl {args.command}: {error}")
-
-
-def fail(sentence: str) -> NoReturn:
-    """End all ranks with one sentence.  Where all made the same mistake all come here: rank 0 speaks, the others let it."""
-    if launcher():
-        time.sleep(0 if world().rank == 0 else 2)
-    sys.exit(sentence)
+    except KeyboardInterrupt:
+        fail(f"refimpl {args.command}: interrupted", INTERRUPTED)
 
 
 if __name__ == "__main__":

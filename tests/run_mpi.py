@@ -1,4 +1,5 @@
-"""Run the tests that take `ranks` under mpirun: python tests/run_mpi.py 4 [pytest arguments].  A time limit is a failure.
+"""Run the tests that take `ranks` under mpirun: python tests/run_mpi.py 4 [pytest arguments].  A time limit is a failure,
+and a test that does not end leaves its traceback.
 
 Every rank runs the same tests in the same order.  Verdicts are gathered (conftest.py), so rank 0 speaks for all; another
 rank is heard only when it fails alone.
@@ -8,9 +9,11 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 
-from refimpl.comm.launch import launcher, mpirun_command, world
+from refimpl.comm import CommError
+from refimpl.comm.launch import fail, launcher, mpirun_command, world
 
-LIMIT = 300                                             # seconds
+TEST_LIMIT = 60                                         # seconds for one test
+LIMIT = 600                                             # for all; more than the 300 s that a collective waits for a rank
 
 
 def start(n: int, arguments: list[str]) -> int:
@@ -33,7 +36,8 @@ def run(arguments: list[str]) -> int:
     import pytest
     comm = world()
     heard = io.StringIO()
-    arguments = ["--color=no", *arguments]              # the launcher may give us a terminal of its own
+    arguments = ["--color=no", "-o", f"faulthandler_timeout={TEST_LIMIT}", "-o", "faulthandler_exit_on_timeout=true",
+                 *arguments]                            # (no colour: the launcher may give us a terminal of its own)
     if comm.rank == 0:
         code = int(pytest.main(arguments))
     else:
@@ -46,10 +50,14 @@ def run(arguments: list[str]) -> int:
     return next((c for c in codes if c), 0)
 
 
+def main() -> int:
+    if not launcher():
+        return start(int(sys.argv[1]), sys.argv[2:])
+    raise SystemExit(run(sys.argv[1:]))                 # all ranks end with the same status: none needs to abort the others
+
+
 if __name__ == "__main__":
-    if launcher():
-        sys.stdout.flush()
-        code = run(sys.argv[1:])
-        sys.stdout.flush()
-        raise SystemExit(code)                          # all ranks end with the same status: none needs to abort the others
-    sys.exit(start(int(sys.argv[1]), sys.argv[2:]))
+    try:
+        sys.exit(main())
+    except CommError as error:                          # there is no MPI, or it is not that of the launcher
+        fail(f"run_mpi.py: {error}")

@@ -1,5 +1,5 @@
 """How much travels: payload elements of one training step by mesh axis, from the configuration alone."""
-from refimpl.comm import Mesh
+from refimpl.comm import Mesh, shares
 from refimpl.models import Config, parameters
 from refimpl.parallel import box
 
@@ -11,7 +11,7 @@ def step_payload(cfg: Config, mesh: Mesh, batch_size: int, seq_len: int) -> dict
     dp   one all_reduce of the rank's gradients, and one of (loss, count)
     Reference: Shoeybi et al. 2019, section 3
     """
-    b = batch_size // mesh.dp.size
+    b = shares(batch_size, mesh.dp.size)[mesh.dp.rank]
     out = {}
     if mesh.tp.size > 1:
         L, T, D = cfg.n_layers, seq_len, cfg.d_model

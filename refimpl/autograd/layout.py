@@ -3,7 +3,9 @@
 `varies`   mesh axes over which the ranks hold different values (different rows, columns or heads)
 `partial`  those of them over which the true value is the *sum* of what the ranks hold
 
-The tag is what makes a wrong sharding an error instead of a wrong number.  An op's output varies where any input does.
+The tag is what makes a wrong sharding an error instead of a wrong number.  It trusts three things it is told: that data which
+differs between ranks says so (`Tensor(x, Layout(frozenset({"dp"})))`; a plain array counts as the same on all), that a
+parameter's cut is right, and `as_partial`.  An op's output varies where any input does.
 Then an input that does not vary there either is a parameter, and its gradient has to be reduced over these axes (it is
 recorded, nobody lists it by hand), or it is an activation, and somebody forgot f.  The idea of tagging values with the
 axes they vary over is that of JAX's shard_map.  Tags do not depend on sizes: a serial run finds the same mistakes.
@@ -86,36 +88,43 @@ def carried_cut(op: Any, tensors: list[Any], static: dict[str, Any], y: Any) -> 
     come out with the same sizes, it is the same axis.  An op that works along a cut axis is an error: a rank has a part only.
     """
     cut: dict[str, int] = {}
-    for t in tensors:
+    for number, t in enumerate(tensors):
         if not t.cut:
             continue
-        along = op.along(static, t.array.ndim) if op.along else ()
+        along = op.along(static, t.array.ndim, number) if op.along else ()
         for mesh_axis, k in t.cut.items():
             if k in along:
                 raise LayoutError(f"{op.name} works along axis {k} of {describe(t)}, which is cut over {mesh_axis}: each rank "
                                   f"would see its own part only; gather_from it first")
             from_end = k - t.array.ndim
             if y.ndim >= -from_end and y.shape[from_end:] == t.array.shape[from_end:]:
-                cut[mesh_axis] = y.ndim + from_end
+                add_cut(op.name, cut, mesh_axis, y.ndim + from_end)
     return cut
 
 
-def last_axis(static: dict[str, Any], ndim: int) -> tuple[int, ...]:
+def add_cut(op_name: str, cut: dict[str, int], mesh_axis: str, axis: int) -> None:
+    """`mesh_axis` cuts y along `axis`.  Error: LayoutError where it cuts y along another one already."""
+    if cut.setdefault(mesh_axis, axis) != axis:
+        raise LayoutError(f"{op_name}: one input is cut over {mesh_axis} so that axis {cut[mesh_axis]} of the output would be cut, "
+                          f"another so that axis {axis} would: gather one of them over {mesh_axis} first")
+
+
+def last_axis(static: dict[str, Any], ndim: int, number: int = 0) -> tuple[int, ...]:
     return (ndim - 1,)
 
 
-def given_axes(static: dict[str, Any], ndim: int) -> tuple[int, ...]:
+def given_axes(static: dict[str, Any], ndim: int, number: int = 0) -> tuple[int, ...]:
     """The axes that the static argument `axis` names; the last one for an op whose axis was left out, all for None."""
     axis = static.get("axis", -1)
     axes = range(ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     return tuple(a % ndim for a in axes) if ndim else ()
 
 
-def all_or_given_axes(static: dict[str, Any], ndim: int) -> tuple[int, ...]:
+def all_or_given_axes(static: dict[str, Any], ndim: int, number: int = 0) -> tuple[int, ...]:
     return given_axes({"axis": static.get("axis")}, ndim)
 
 
-def first_axis(static: dict[str, Any], ndim: int) -> tuple[int, ...]:
+def first_axis(static: dict[str, Any], ndim: int, number: int = 0) -> tuple[int, ...]:
     return (0,)
 
 

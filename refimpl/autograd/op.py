@@ -71,7 +71,7 @@ class Op:
     collective  its backward communicates, so it runs on every rank even where no gradient arrived
     analytic    complex step differentiation applies
     surrogate   its vjp is, by intention, not the derivative (straight_through)
-    along       (static, number of axes) -> the axes it works along: an input must not be cut there (layout.py)
+    along       (static, ndim, which input) -> the axes it works along: an input must not be cut there (layout.py)
     cut         (args, static, y) -> {mesh axis: axis of y} for ops that cut or move axes; default: carried_cut
     values      which arguments hold values: floats of one dtype, that of the output; the others are ids and conditions
     """
@@ -110,7 +110,7 @@ class Op:
                 raise TypeError(f"{self.name}: {key} is a {type(value).__name__} given by name: arrays are given by position")
         self.check_dtypes(arrays)
         layout = self.layout(args, static) if self.layout else join(self, tensors)
-        if layout.partial and self.linearity == "joint" and len(tensors) < len(args):
+        if layout.partial and self.linearity == "joint" and any(type(a) is not Tensor for a in args[self.values]):
             raise LayoutError(f"{self.name} of a value that is partial over {names(layout.partial)} and a plain array: the "
                               f"latter would be counted once per rank; reduce_from before the {self.name}")
         scope, weight = stack.scope, None

@@ -149,8 +149,8 @@ def differentiated(fn: Callable[[Params], Any], tape: Tape, leaves: dict[str, Te
     loss = value[0] if isinstance(value, tuple) else value
     if type(loss) is not Tensor or loss.array.size != 1 or loss.tape is not tape:
         raise ValueError(f"value_and_grad needs a scalar that depends on the parameters, got {loss!r}")
-    if loss.partial or loss.varies - OVER_SAMPLES:
-        axes = loss.partial or loss.varies - OVER_SAMPLES
+    if loss.varies - OVER_SAMPLES:
+        axes = loss.partial - OVER_SAMPLES or loss.varies - OVER_SAMPLES
         raise LayoutError(f"the loss {'is partial' if loss.partial else 'differs between the ranks'} over {names(axes)}: "
                           f"reduce_from it first, or gather_from what it is made of")
     grads = tape.sweep({loss.slot: xp_of(loss.array).ones(loss.shape, loss.dtype)}, on_leaf)

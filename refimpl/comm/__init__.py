@@ -1,5 +1,5 @@
-"""Communication: read base.py (the interface), threads.py, mpi.py, then mesh.py, ledger.py, launch.py
-and paper.py (a mesh that is not running)."""
+"""Communication: read base.py (the interface), threads.py, mpi.py, ending.py, then mesh.py, ledger.py,
+launch.py and paper.py (a mesh that is not running)."""
 from refimpl.comm.base import Comm, CommError, SerialComm, shares
 from refimpl.comm.launch import launch, local_rank, world
 from refimpl.comm.ledger import Ledger, Total

@@ -8,7 +8,7 @@ where every collective is the identity.
 """
 import time
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from refimpl.autograd import seam, stack
 from refimpl.comm.ledger import Key, Ledger
 
 REDUCTIONS = ("sum", "max")
+T = TypeVar("T")
 
 
 class CommError(RuntimeError):
@@ -121,6 +122,19 @@ class Comm:
         joined = self.all_gather(raw, axis=0, sizes=sizes).tobytes()
         ends = np.cumsum(sizes)
         return [joined[e - n:e].decode("utf-8", "surrogatepass") for e, n in zip(ends, sizes)]
+
+    def on_first(self, act: Callable[[], T]) -> T | None:
+        """What `act` gives on rank 0, None on the others.  Where it fails, ValueError with the same sentence on every rank."""
+        result, failure = None, ""
+        if self.rank == 0:
+            try:
+                result = act()
+            except (OSError, ValueError) as error:
+                failure = str(error)
+        failure = self.gather_objects(failure)[0]
+        if failure:
+            raise ValueError(failure)
+        return result
 
     def sub(self, dims: dict[str, int], keep: tuple[str, ...]) -> "Comm":
         """The ranks that differ from this one along the mesh axes `keep` only; `dims` are the mesh's axes and sizes."""

@@ -6,19 +6,24 @@
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from functools import cache
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, NoReturn, Sequence
 
 import numpy as np
 
 from refimpl.comm.base import Comm, CommError, SerialComm
-from refimpl.comm.mpi import MpiComm, load_mpi, mpi_world
+from refimpl.comm.ending import INTERRUPTED
+from refimpl.comm.mpi import INSTALL, MpiComm, load_mpi, mpi_world
 from refimpl.comm.threads import run_threads
 
 SIZES = {"PMI_SIZE": "MPICH's or Intel MPI's mpirun", "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
          "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun"}
+RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMIX_RANK")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
@@ -30,8 +35,25 @@ def launcher() -> tuple[str, int | None] | None:
     return ("a PMIx launcher (srun --mpi=pmix, prun)", None) if "PMIX_RANK" in os.environ else None
 
 
+def launched_rank() -> int:
+    """This process' rank as the launcher told it, without MPI; 0 without a launcher."""
+    return next((int(os.environ[v]) for v in RANKS if os.environ.get(v, "").isdecimal()), 0) if launcher() else 0
+
+
+def fail(sentence: str, status: int = 1) -> NoReturn:
+    """End all ranks with one sentence.  Where all ranks come here, rank 0 speaks and the others let it; no rank asks
+    another whether it comes too."""
+    if status == INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)    # one Ctrl-C may come twice, from the terminal and from the launcher
+    if launched_rank():
+        time.sleep(2)
+    print(sentence, file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+@cache
 def world(checked: bool = True) -> Comm:
-    """All ranks of this program: MPI's under mpirun, else one.  Sets the BLAS threads of this process.
+    """All ranks of this program: MPI's under mpirun, else one.  Made once; sets the BLAS threads of this process.
 
     checked  compare what the ranks do before each collective (mpi.py); a benchmark may turn it off
     Error:   CommError, when the launcher started N processes and the MPI library of mpi4py knows of another number
@@ -78,7 +100,7 @@ def launch(main: Callable[[Comm], Any], ranks: Sequence[int] | None = None, argv
     try:
         comm = SerialComm() if simulate else world()
     except CommError as error:
-        sys.exit(f"{script}: {error}")
+        fail(f"{script}: {error}")
     size = simulate or comm.size
     if ranks is not None and size not in ranks:
         if comm.rank == 0:
@@ -86,16 +108,17 @@ def launch(main: Callable[[Comm], Any], ranks: Sequence[int] | None = None, argv
             print(f"{script} needs {wanted} ranks, got {size}: mpirun -n {ranks[0]} python {sys.argv[0]}, or without MPI "
                   f"python {sys.argv[0]} --simulate {ranks[0]}", file=sys.stderr)
         raise SystemExit(2)                             # every rank takes this way: nobody is left waiting
-    if simulate:
-        set_blas_threads(1)
-        run_threads(simulate, main)
-        return
     try:
-        main(comm)
+        if simulate:
+            set_blas_threads(1)
+            run_threads(simulate, main)
+        else:
+            main(comm)
     except SystemExit as status:                        # sys.exit(0) on a rank is a return
         if status.code:
-            sys.exit(status.code)                       # under MPI the hook of mpi.py: ends all ranks
-    comm.agree("the end of the program")                # a rank that returns early is an error where others still wait
+            sys.exit(status.code)                       # under MPI the hook of ending.py: ends all ranks
+    except KeyboardInterrupt:
+        fail(f"{script}: interrupted", INTERRUPTED)
 
 
 def mpirun_command(n: int) -> list[str]:
@@ -107,8 +130,7 @@ def mpirun_command(n: int) -> list[str]:
     beside = Path(sys.executable).parent / "mpirun"
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     if mpirun is None:
-        raise CommError("no mpirun found beside this Python or on PATH: pip install 'refimpl[mpi]', or install the "
-                        "system's MPI")
+        raise CommError(f"no mpirun found beside this Python or on PATH: {INSTALL}")
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
     flags = []
     if "Open MPI" in version or "prrte" in version.lower():

@@ -2,24 +2,22 @@
 
 Checked mode (the default): before each collective the ranks exchange a hash of what they are about to do, without
 blocking.  Where they differ, all of them raise the same sentence, instead of hanging or mixing up each other's data.
-
-A rank that fails takes all down: an uncaught exception and a non-zero `sys.exit` print what they have to say and abort
-the job, instead of leaving the other ranks in a collective for ever.
+While they wait they look out for ranks that have ended (ending.py).
 """
-import sys
 import time
-import traceback
-from types import TracebackType
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 
 from refimpl.comm.base import Comm, CommError, require_agreement
+from refimpl.comm.ending import Ending, end_together
 from refimpl.comm.ledger import Ledger
 from refimpl.rng import fnv1a64
 
 CLAIM_BYTES = 512                                       # how much of each rank's claim an error shows
-FORWARDING = 0.5                                        # seconds for the launcher to pass on what a rank said before it aborts
+INSTALL = ("pip install '.[mpi]' in the checkout brings MPICH; for the system's own (MPI=system) apt-get install mpich, or "
+           "openmpi-bin and libopenmpi-dev")
 
 
 def load_mpi() -> Any:
@@ -27,10 +25,9 @@ def load_mpi() -> Any:
     try:
         from mpi4py import MPI
     except ImportError as error:
-        raise CommError(f"mpi4py cannot be imported ({error}): pip install 'refimpl[mpi]'") from None
+        raise CommError(f"mpi4py cannot be imported ({error}): {INSTALL}") from None
     except RuntimeError as error:                       # the wheel found no MPI library
-        raise CommError(f"no MPI library found ({str(error).splitlines()[0]}): pip install 'refimpl[mpi]' brings MPICH, "
-                        f"or install your system's MPI") from None
+        raise CommError(f"no MPI library found ({str(error).splitlines()[0]}): {INSTALL}") from None
     return MPI
 
 
@@ -38,18 +35,21 @@ class MpiComm(Comm):
     """Ranks of an MPI communicator.
 
     checked   exchange a hash of every call before it; as much latency again, so a benchmark may turn it off
+    ending    knows which ranks have ended: a checked call that waits for one of them is an error at once
     timeout   seconds that a checked call waits for the other ranks before it is an error
     """
 
     def __init__(self, raw: Any, axes: tuple[str, ...] = ("world",), ledger: Ledger | None = None, checked: bool = True,
-                 timeout: float = 300.0) -> None:
+                 ending: Ending | None = None, timeout: float = 300.0) -> None:
         super().__init__(raw.Get_rank(), raw.Get_size(), axes, ledger)
-        self.raw, self.MPI, self.checked, self.timeout = raw, load_mpi(), checked, timeout
+        self.raw, self.MPI, self.checked, self.ending, self.timeout = raw, load_mpi(), checked, ending, timeout
         self.subs: dict[Any, MpiComm] = {}              # MPI has a limited number of communicators: none is made twice
 
     def _agree(self, claim: str, patience: float | None = None) -> None:
         if not self.checked:
             return
+        if self.ending:
+            self.ending.met[self.world_ranks] += 1
         mine, hashes = np.array([fnv1a64(claim)], np.uint64), np.empty(self.size, np.uint64)
         self.wait(self.raw.Iallgather(mine, hashes), claim, patience or self.timeout)
         if (hashes != hashes[0]).any():                 # on all ranks, or on none
@@ -59,7 +59,7 @@ class MpiComm(Comm):
             texts = np.empty((self.size, CLAIM_BYTES), np.uint8)
             self.raw.Allgather(text, texts)
             claims = [t.tobytes().rstrip(b"\0").decode(errors="ignore") for t in texts]
-            require_agreement(claims, self.world_ranks())
+            require_agreement(claims, self.world_ranks)
 
     def wait(self, request: Any, claim: str, patience: float) -> None:
         """Poll: the other ranks may need this core, and one that never comes must become an error."""
@@ -67,11 +67,14 @@ class MpiComm(Comm):
         while not request.Test():
             waited = time.monotonic() - start
             if waited > patience:
-                raise CommError(f"rank {self.world_ranks()[self.rank]} waited {patience:g} s in {claim}; not all of the ranks "
-                                f"{', '.join(map(str, self.world_ranks()))} came")
+                raise CommError(f"rank {self.world_ranks[self.rank]} waited {patience:g} s in {claim}; not all of the ranks "
+                                f"{', '.join(map(str, self.world_ranks))} came")
+            if waited > 1e-2 and self.ending:
+                self.ending.require_hope(self.world_ranks, claim)
             if waited > 1e-4:
                 time.sleep(1e-6 if waited < 1e-2 else 1e-4)
 
+    @cached_property
     def world_ranks(self) -> list[int]:
         """The numbers in the world of this communicator's ranks."""
         group, world = self.raw.Get_group(), self.MPI.COMM_WORLD.Get_group()
@@ -82,10 +85,10 @@ class MpiComm(Comm):
         if grid not in self.subs:
             sizes = tuple(dims.values())
             raw = self.raw.Create_cart(sizes, periods=[False] * len(sizes), reorder=False)
-            self.subs[grid] = MpiComm(raw, tuple(dims), self.ledger, self.checked, self.timeout)
+            self.subs[grid] = MpiComm(raw, tuple(dims), self.ledger, self.checked, self.ending, self.timeout)
         if key not in self.subs:
             raw = self.subs[grid].raw.Sub([axis in keep for axis in dims])
-            self.subs[key] = MpiComm(raw, keep, self.ledger, self.checked, self.timeout)
+            self.subs[key] = MpiComm(raw, keep, self.ledger, self.checked, self.ending, self.timeout)
         return self.subs[key]
 
     def _all_reduce(self, x: np.ndarray, how: str) -> np.ndarray:
@@ -129,44 +132,9 @@ def maximum(part: Any, total: Any, datatype: Any) -> None:
     np.maximum(np.frombuffer(part, datatype.tocode()), into, out=into)
 
 
+@cache
 def mpi_world(checked: bool = True) -> MpiComm:
-    """MPI's world, with the hooks that end all ranks when one fails."""
+    """MPI's world, made once, with the hooks that end all ranks when one fails or ends early (ending.py)."""
     MPI = load_mpi()
-    world = MpiComm(MPI.COMM_WORLD, checked=checked)
-    if world.size > 1 and not isinstance(sys.exit, AbortingExit):
-        sys.excepthook = AbortingHook(MPI)
-        sys.exit = AbortingExit(MPI)                    # type: ignore[assignment]
-    return world
-
-
-class AbortingHook:
-    """sys.excepthook that prints the traceback under the rank's number and aborts the job."""
-
-    def __init__(self, MPI: Any) -> None:
-        self.MPI = MPI
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        abort(self.MPI, 1, "failed", "".join(traceback.format_exception(kind, error, trace)))
-
-
-class AbortingExit:
-    """sys.exit that aborts the job when the status says failure: Python calls no hook for SystemExit."""
-
-    def __init__(self, MPI: Any) -> None:
-        self.MPI = MPI
-
-    def __call__(self, status: Any = None) -> None:
-        if status is None or status == 0:
-            raise SystemExit(status)
-        number = status if isinstance(status, int) else 1
-        abort(self.MPI, number, f"exits with status {number}", "" if number is status else f"{status}\n")
-
-
-def abort(MPI: Any, code: int, what: str, text: str) -> None:
-    """Say why and end all ranks now."""
-    sys.stdout.flush()
-    sys.stderr.write(f"rank {MPI.COMM_WORLD.Get_rank()} {what}, all ranks end:\n{text}" if text else
-                     f"rank {MPI.COMM_WORLD.Get_rank()} {what}, all ranks end\n")
-    sys.stderr.flush()
-    time.sleep(FORWARDING)
-    MPI.COMM_WORLD.Abort(code)
+    ending = end_together(MPI) if MPI.COMM_WORLD.Get_size() > 1 else None
+    return MpiComm(MPI.COMM_WORLD, checked=checked, ending=ending)

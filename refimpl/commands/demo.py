@@ -1,10 +1,11 @@
 """python -m refimpl demo: train a model under mpirun and once more serially, and hold the two against each other.
 
     python -m refimpl demo                          the mesh dp=2,tp=2 on the documentation of the standard library
-    python -m refimpl demo --mesh tp=2 --text FILE  another mesh, another text
+    python -m refimpl demo --mesh tp=2 --text FILE  another mesh, another text (two runs read it: a file, not a pipe)
 """
 import argparse
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -37,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     mesh = paper_mesh(args.mesh)
     options = Options(steps=args.steps)
+    if args.text and Path(args.text).exists() and not Path(args.text).is_file():
+        raise ValueError(f"the text {args.text} is not a file: two runs read it, so save what comes through a pipe first")
     n = local_parameters(SMALL, Mesh())
     text = args.text or "the documentation of Python's standard library"
     print(f"A GPT-2 of {SMALL.n_layers} layers, d_model {SMALL.d_model}, {SMALL.n_heads} heads: {n:,} parameters, "
@@ -51,11 +54,12 @@ def run(args: argparse.Namespace) -> int:
 def start(title: str, launcher: list[str], mesh: str, out: Path, args: argparse.Namespace) -> None:
     """One training run in processes of its own.  Error: SystemExit where it fails; it has said why."""
     print(title, flush=True)
-    (out / "summary.json").unlink(missing_ok=True)      # an old result must not pass for a new one
+    for old in (*out.glob("*.safetensors"), out / "summary.json", out / "log.jsonl"):
+        old.unlink(missing_ok=True)                     # an old result must not pass for a new one
     bar = "--bar" if sys.stderr.isatty() else "--no-bar"
     command = [*launcher, sys.executable, "-m", "refimpl", "train", "--mesh", mesh, "--device", args.device, "--out", str(out),
-               "--steps", str(args.steps), bar, *(["--text", args.text] if args.text else [])]
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}     # matrices this small do not gain from a second BLAS thread
+               "--steps", str(args.steps), bar, *(["--text", str(Path(args.text).resolve())] if args.text else [])]
+    one_thread = {"OMP_NUM_THREADS": "1", **os.environ}     # matrices this small do not gain from a second BLAS thread
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=one_thread)
     if done.returncode or not (out / "summary.json").exists():
         raise SystemExit(f"the run failed: {' '.join(command)}")
@@ -82,10 +86,12 @@ def report(args: argparse.Namespace, mesh: Mesh, options: Options, a: dict[str, 
 
     print("\npayload per rank and step, in elements")
     agree = all(relative <= limit for _, relative, _, limit in checks)
-    for axis, (elements, formula) in step_payload(SMALL, mesh, options.batch_size, options.seq_len).items():
-        counted = a["payload"].get(axis, 0)
-        agree = agree and counted == elements
-        print(f"  {axis:6}counted {counted:>9,}   formula {elements:>9,}   {formula}")
+    formulas = step_payload(SMALL, mesh, options.batch_size, options.seq_len)
+    for axis in dict.fromkeys([*formulas, *a["payload"]]):
+        counted, (elements, formula) = a["payload"].get(axis, 0), formulas.get(axis, (0, "nothing travels"))
+        equal = counted == elements
+        agree = agree and equal
+        print(f"  {axis:6}counted {counted:>9,}   formula {elements:>9,}   {'ok' if equal else 'DISAGREE'}   {formula}")
 
     same = "the same from both runs" if a["sample"] == b["sample"] else "of the sharded run"
     print(f"\nsample, {same}:\n  " + "\n  ".join(a["sample"].splitlines()))
@@ -106,10 +112,11 @@ def differences(out: Path, file: str) -> list[Difference]:
 
 def picture(out: Path, mesh: Mesh, sharded: list[float], serial: list[float]) -> str:
     """Both loss curves and their difference, as loss.png.  Says where it is, or what is missing."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)     # it reports a HOME that it cannot write to, and goes on
     try:
         import matplotlib
     except ImportError:
-        return "no picture: pip install 'refimpl[run]' brings matplotlib"
+        return "no picture: pip install '.[run]' brings matplotlib"
     matplotlib.use("Agg")
     from matplotlib import pyplot
     figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 4.6), height_ratios=(3, 1), layout="constrained")

@@ -6,12 +6,13 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Iterator
 
 import numpy as np
 
 from refimpl.comm import CommError, world
-from refimpl.comm.launch import THREAD_VARIABLES, affinity, cgroup_cores, launcher, library, mpirun_command
+from refimpl.comm.launch import THREAD_VARIABLES, affinity, cgroup_cores, launched_rank, launcher, library, mpirun_command
 from refimpl.comm.mpi import load_mpi
 
 EXTRAS = {"threadpoolctl": ("run", "sets the BLAS threads of each rank"), "tqdm": ("run", "progress bars"),
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table; 1 where something is wrong (missing extras are not)."""
     rows = [row for part in (python_and_numpy, blas, mpi, gpu, extras) for row in part()]
-    if launcher() and world().rank:
+    if launched_rank():
         return 0
     for state, what, found in rows:
         print(f"{state:8}{what:16}{found}")
@@ -48,43 +49,49 @@ def blas() -> Iterator[Row]:
     try:
         import threadpoolctl
     except ImportError:
-        yield "missing", "BLAS threads", f"{cores}; every rank uses them all: pip install 'refimpl[run]' or set OMP_NUM_THREADS"
+        yield "missing", "BLAS threads", f"{cores}; every rank uses them all: pip install '.[run]' or set OMP_NUM_THREADS"
         return
-    comm = world()
+    started = launcher()
+    ranks = started[1] if started else 1
+    with suppress(CommError):                           # the rows on MPI say what is wrong
+        world()                                         # sets the threads
     for pool in threadpoolctl.threadpool_info():
         yield "ok", "BLAS", f"{pool['internal_api']} {pool['version']}, {pool['num_threads']} threads for this rank " \
-            f"({', '.join(set_by) or f'{cores}, {comm.size} ranks'})"
+            f"({', '.join(set_by) or f'{cores}, {ranks} ranks'})"
 
 
 def mpi() -> Iterator[Row]:
     """The library that mpi4py loads, the launcher, and whether they belong together: tried with two ranks."""
     try:
-        MPI = load_mpi()
+        found = library(load_mpi())
+        yield "ok", "mpi4py", importlib.metadata.version("mpi4py")
+        yield "ok", "MPI library", found
     except CommError as error:
+        found = ""
         yield "missing", "MPI library", f"{error}; without it: one rank, and threads (--simulate)"
-        return
-    yield "ok", "mpi4py", importlib.metadata.version("mpi4py")
-    yield "ok", "MPI library", library(MPI)
     started = launcher()
-    if started:
-        yield "ok", "launcher", f"{started[0]}, {started[1]} ranks, and the library sees as many"
-        return
     try:
-        command = mpirun_command(2)
+        if started:
+            yield "ok", "launcher", f"{started[0]}, {world().size} ranks, and the library sees as many"
+        elif found:
+            yield try_two_ranks(mpirun_command(2), found)
+        else:
+            yield "ok", "launcher", f"{mpirun_command(2)[0]}, of no use without a library"
     except CommError as error:
-        yield "missing", "launcher", str(error)
-        return
+        yield "wrong" if started else "missing", "launcher", str(error)
+
+
+def try_two_ranks(command: list[str], found: str) -> Row:
+    """Whether the launcher starts ranks that the library `found` sees."""
     try:
         done = subprocess.run([*command, sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=60,
                               stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
-        yield "wrong", "launcher", f"{' '.join(command)} did not start two ranks within 60 s"
-        return
+        return "wrong", "launcher", f"{' '.join(command)} did not start two ranks within 60 s"
     if done.stdout.split() == ["2", "2"]:
-        yield "ok", "launcher", f"{command[0]}: two ranks started, two seen"
-    else:
-        yield "wrong", "launcher", f"{' '.join(command)} started two ranks, which saw {done.stdout.split() or 'no'} ranks: " \
-            f"use the mpirun of {library(MPI)}.  {done.stderr.strip()[:300]}"
+        return "ok", "launcher", f"{command[0]}: two ranks started, two seen"
+    return "wrong", "launcher", f"{' '.join(command)} started two ranks, which saw {done.stdout.split() or 'no'} ranks: " \
+        f"use the mpirun of {found}.  {done.stderr.strip()[:300]}"
 
 
 def gpu() -> Iterator[Row]:
@@ -92,7 +99,7 @@ def gpu() -> Iterator[Row]:
         cupy = importlib.import_module("cupy")
         count = cupy.cuda.runtime.getDeviceCount()
     except ImportError:
-        yield "missing", "cupy", "runs on the CPU; for GPUs: pip install 'refimpl[gpu]'"
+        yield "missing", "cupy", "runs on the CPU; for GPUs: pip install '.[gpu]'"
     except Exception as error:                          # cupy without a driver raises its own errors
         yield "missing", "GPU", f"cupy is there, but no GPU: {str(error).splitlines()[0]}"
     else:
@@ -104,4 +111,4 @@ def extras() -> Iterator[Row]:
         try:
             yield "ok", name, f"{importlib.metadata.version(name)} ({purpose})"
         except importlib.metadata.PackageNotFoundError:
-            yield "missing", name, f"{purpose}: pip install 'refimpl[{extra}]'"
+            yield "missing", name, f"{purpose}: pip install '.[{extra}]'"

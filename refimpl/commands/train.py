@@ -76,14 +76,6 @@ def run(args: argparse.Namespace) -> int:
 
 def shared_corpus(comm: Comm, path: str | None) -> np.ndarray:
     """The text's tokens on every rank: rank 0 reads, the others are told (one rank's disk may not be another's)."""
-    tokens, failure = np.zeros(0, np.int64), ""
-    if comm.rank == 0:
-        try:
-            tokens = ByteTokenizer().encode(read_text(path) if path else standard_library())
-        except ValueError as error:
-            failure = str(error)
-    failure = comm.gather_objects(failure)[0]
-    if failure:
-        raise ValueError(failure)
-    size = int(comm.broadcast(np.array([tokens.size]))[0])
-    return comm.broadcast(tokens if comm.rank == 0 else np.zeros(size, np.int64))
+    tokens = comm.on_first(lambda: ByteTokenizer().encode(read_text(path) if path else standard_library()))
+    size = int(comm.broadcast(np.array([0 if tokens is None else tokens.size]))[0])
+    return comm.broadcast(np.zeros(size, np.int64) if tokens is None else tokens)

@@ -12,12 +12,12 @@ from refimpl.ops.linear import product, row_dot
 from refimpl.ops.mask import Mask
 
 
-def all_but_heads(static, ndim):
-    """Samples and heads do not talk to each other; positions and channels do."""
-    return ndim - 2, ndim - 1
+def summed_over(static, ndim, number=0):
+    """Samples, heads and queries do not talk to each other; keys and channels are summed over."""
+    return (ndim - 1,) if number == 0 else (ndim - 2, ndim - 1)
 
 
-@op(values=slice(3), along=all_but_heads)
+@op(values=slice(3), along=summed_over)
 def attention(q, k, v, q_documents=None, k_documents=None, mask=Mask(), scale=None):
     """Scaled dot-product attention with grouped kv heads.  A query that sees no key gives 0 and has gradient 0.
 

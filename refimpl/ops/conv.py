@@ -6,7 +6,7 @@ from refimpl.array import xp_of
 from refimpl.autograd import op
 
 
-def positions(static, ndim):
+def positions(static, ndim, number=0):
     """The axis before the channels: positions of x, taps of w."""
     return (ndim - 2,)
 

@@ -61,7 +61,12 @@ def embedding(w, ids):
     return y, vjp
 
 
-@op(linearity="each", values=slice(1), along=first_axis)
+def indexed_cut(args, static, y):
+    """The first axis is picked or added up by ids of this rank's own rows; the cuts of the others stay."""
+    return {mesh_axis: k for mesh_axis, k in getattr(args[0], "cut", {}).items() if k > 0}
+
+
+@op(linearity="each", values=slice(1), cut=indexed_cut)
 def gather(x, ids):
     """Slices along the first axis, in any order and any number of times.
 
@@ -83,7 +88,7 @@ def gather(x, ids):
     return y, vjp
 
 
-@op(linearity="each", values=slice(1), along=first_axis)
+@op(linearity="each", values=slice(1), cut=indexed_cut)
 def scatter_add(x, ids, n=0):
     """Slices added into `n` slots; equal ids add up.  The transpose of gather.
 

@@ -40,9 +40,13 @@ def linear_layout(args, static):
     summed = frozenset(axis for axis, k in getattr(w, "cut", {}).items() if k == 0)
     columns = frozenset(axis for axis, k in getattr(x, "cut", {}).items() if k == x.array.ndim - 1)
     name = getattr(w, "name", "") or "a weight"
-    if type(w) is Tensor and columns - summed - w.varies:
+    if type(w) is Tensor and columns - summed:
         raise LayoutError(f"linear: {describe(x)} is cut by columns over {names(columns - summed)}, {name} is not cut by rows "
                           f"there: it has no part that belongs to them")
+    rows = frozenset(getattr(x, "cut", {})) - columns
+    if rows & frozenset(getattr(w, "cut", {})):
+        raise LayoutError(f"linear: {describe(x)} is cut by rows over {names(rows & frozenset(w.cut))}, and so is {name}, along "
+                          f"another axis: all_gather the rows first")
     if b is not None and summed | layout.partial:
         raise LayoutError(f"linear: the product with {name} is partial over {names(summed | layout.partial)}; its bias would "
                           f"be added once per rank: add it after reduce_from")

@@ -42,10 +42,16 @@ def rule(op_name, before, after):
 
 
 def moved_cut(kind):
-    """Where a collective's output is cut: scatter cuts, gather joins, the others leave the cuts of other mesh axes alone."""
+    """Where a collective's output is cut: "scatter" cuts, "gather" joins, "add" adds up; other mesh axes' cuts stay."""
     def cut(args, static, y):
         axes = static["comm"].axes
-        kept = {axis: k for axis, k in getattr(args[0], "cut", {}).items() if axis not in axes}
+        known = getattr(args[0], "cut", {})
+        kept = {axis: k for axis, k in known.items() if axis not in axes}
+        for axis in axes:
+            wanted = static.get("axis", -1) % y.ndim if kind == "gather" else None
+            if axis in known and known[axis] != wanted:
+                how = f"joined along axis {wanted}" if kind == "gather" else "added up"
+                raise LayoutError(f"{describe(args[0])} is cut over {axis} along axis {known[axis]}: its parts cannot be {how}")
         return kept | ({axis: static.get("axis", -1) % y.ndim for axis in axes} if kind == "scatter" else {})
     return cut
 
@@ -55,7 +61,7 @@ ADVICE = {"replicated": "a second f would add its gradient up twice",
           "varying": "there is nothing to join"}
 
 
-@op(linearity="each", collective=True, cut=moved_cut("join"), layout=rule("copy_to", "replicated", "varying"))
+@op(linearity="each", collective=True, cut=moved_cut("add"), layout=rule("copy_to", "replicated", "varying"))
 def copy_to(x, comm=None):
     """f: enter a region where every rank works on its own part.
 
@@ -72,7 +78,7 @@ def copy_to(x, comm=None):
     return y, vjp
 
 
-@op(linearity="each", collective=True, cut=moved_cut("join"), layout=rule("reduce_from", "partial", "replicated"))
+@op(linearity="each", collective=True, cut=moved_cut("add"), layout=rule("reduce_from", "partial", "replicated"))
 def reduce_from(x, comm=None):
     """g: leave the region, adding the parts up.
 
@@ -89,7 +95,7 @@ def reduce_from(x, comm=None):
     return y, vjp
 
 
-@op(linearity="each", collective=True, cut=moved_cut("join"), layout=rule("gather_from", "varying", "replicated"))
+@op(linearity="each", collective=True, cut=moved_cut("gather"), layout=rule("gather_from", "varying", "replicated"))
 def gather_from(x, comm=None, axis=-1, sizes=None):
     """Join the shards where every rank then does the same with the whole.
 
@@ -125,7 +131,7 @@ def scatter_to(x, comm=None, axis=-1, sizes=None):
     return y, vjp
 
 
-@op(linearity="each", collective=True, cut=moved_cut("join"), layout=rule("all_gather", "varying", "varying"))
+@op(linearity="each", collective=True, cut=moved_cut("gather"), layout=rule("all_gather", "varying", "varying"))
 def all_gather(x, comm=None, axis=-1, sizes=None):
     """Join the shards where every rank then does its own thing with the whole.
 
@@ -161,7 +167,7 @@ def reduce_scatter(x, comm=None, axis=-1, sizes=None):
     return y, vjp
 
 
-@op(linearity="each", layout=rule("as_partial", "varying", "partial"))
+@op(linearity="each", cut=moved_cut("add"), layout=rule("as_partial", "varying", "partial"))
 def as_partial(x, comm=None):
     """Say that the true value is the sum of what the ranks hold (a loss summed over each rank's own rows).
 

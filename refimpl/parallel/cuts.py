@@ -81,9 +81,10 @@ def gather(tensors: Mapping[str, Tensor], table: Mapping[str, Placement], mesh: 
             continue
         sizes = [stop - start for start, stop in p.bounds]
         joined = mesh.comm(p.over).all_gather(t.array, axis=p.axis, sizes=sizes)
-        mine, end, first = [], 0, 0                     # of what was joined: the elements that no lower rank holds
+        mine: list[int] = []                            # of what was joined: the elements that no lower rank holds
+        end = first = 0
         for (start, stop), size in zip(p.bounds, sizes):
             mine += range(first + max(0, end - start), first + size)
             end, first = max(end, stop), first + size
-        out[name] = joined if len(mine) == first else joined[(slice(None),) * p.axis + (np.array(mine),)]
+        out[name] = joined if len(mine) == first else np.moveaxis(np.moveaxis(joined, p.axis, 0)[np.array(mine)], 0, p.axis)
     return out

@@ -52,18 +52,22 @@ def train(corpus: np.ndarray, cfg: Config, options: Options, mesh: Mesh, out: Pa
     """Train from the hash's initial weights.  With `out`, rank 0 writes log.jsonl and, for comparisons, the gradient of the
     first and last step and the final parameters, gathered, as safetensors.
 
-    Error: ArithmeticError, on every rank, where the loss is no longer finite; it names the step.
+    Errors, on every rank: ArithmeticError where the loss is no longer finite, which names the step; ValueError where rank 0
+    cannot write to `out`, before the first step, and for a mesh that training cannot use.
     """
+    if mesh.cp.size > 1:
+        raise ValueError(f"training does not cut the sequence yet, so the ranks of cp={mesh.cp.size} would all do the same: "
+                         "use dp and tp")
     sampler = Sampler(corpus, options.seq_len, options.seed)
     params = init(cfg, mesh, options.seed, options.dtype, device_module(options.device, local_rank(mesh.world)))
     optimizer = AdamW(options.lr, weight_decay=options.weight_decay)
-    speaks = mesh.world.rank == 0
-    log = Log(out if speaks else None, {"config": cfg.to_dict(), "options": asdict(options), "mesh": str(mesh)})
+    run = {"config": cfg.to_dict(), "options": asdict(options), "mesh": str(mesh)}
+    log = mesh.world.on_first(lambda: Log(out, run)) or Log(None, run)
     losses: list[float] = []
     payload: dict[str, int] = {}
     seconds = 0.0
     tokens = options.batch_size * options.seq_len
-    for step in progress(options.steps, bar and speaks):
+    for step in progress(options.steps, bar and mesh.world.rank == 0):
         mesh.ledger.clear()
         start = time.perf_counter()
         batches = sampler.step(step, options.batch_size, options.accumulate, mesh)
@@ -76,8 +80,10 @@ def train(corpus: np.ndarray, cfg: Config, options: Options, mesh: Mesh, out: Pa
         losses.append(g.loss)
         payload = payload_by_axis(mesh.ledger)
         log.write(step=step + 1, loss=g.loss, seconds=round(elapsed, 6), tokens_per_second=round(tokens / elapsed, 1))
-        if out and step in (0, options.steps - 1):
-            save(out / f"grads_{'first' if step == 0 else 'last'}.safetensors", g.grads, cfg, mesh)
+        if out and step == 0:
+            save(out / "grads_first.safetensors", g.grads, cfg, mesh)
+        if out and step == options.steps - 1:
+            save(out / "grads_last.safetensors", g.grads, cfg, mesh)
     if out:
         save(out / "params.safetensors", params, cfg, mesh)
     log.close()
@@ -106,7 +112,7 @@ def progress(steps: int, bar: bool) -> Any:
     try:
         import tqdm
     except ImportError:
-        print("no progress bar: pip install 'refimpl[run]' brings tqdm", flush=True)
+        print("no progress bar: pip install '.[run]' brings tqdm", flush=True)
         return range(steps)
     return tqdm.trange(steps, unit="step", dynamic_ncols=True)
 
@@ -117,8 +123,11 @@ class Log:
     def __init__(self, folder: Path | None, run: dict[str, Any]) -> None:
         self.file = None
         if folder:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.file = open(folder / "log.jsonl", "w", encoding="utf-8")
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self.file = open(folder / "log.jsonl", "w", encoding="utf-8")
+            except OSError as error:
+                raise ValueError(f"the results cannot be written to {folder}: {error.strerror}") from None
             self.write(**run)
 
     def write(self, **row: Any) -> None:

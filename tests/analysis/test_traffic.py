@@ -23,3 +23,4 @@ def test_payload_by_hand():
     assert payload["tp"][0] == 4 * 2 * 3 * 5 * 4
     assert payload["dp"][0] == local_parameters(CFG, paper_mesh("tp=2")) + 2
     assert step_payload(CFG, Mesh(), 6, 5) == {}
+    assert step_payload(CFG, paper_mesh("dp=3,tp=2"), 7, 5)["tp"][0] == 4 * 2 * 3 * 5 * 4       # rank 0 has 3 of 3, 2, 2

@@ -111,6 +111,19 @@ def test_texts_of_any_length_and_alphabet_are_gathered(ranks):
     ranks.run(check)
 
 
+def test_what_rank_0_does_alone_succeeds_or_fails_on_every_rank(ranks):
+    def check(comm: Comm):
+        assert comm.on_first(lambda: "done") == (None if comm.rank else "done")
+        for error in (ValueError("not today"), OSError("not today")):
+            def act(error=error):
+                assert comm.rank == 0
+                raise error
+            with pytest.raises(ValueError, match="^not today$"):
+                comm.on_first(act)
+        assert comm.all_reduce(np.ones(1)) == comm.size                          # and they are still in step
+    ranks.run(check)
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_any_memory_order_is_accepted(ranks, name):
     """mpi4py refuses what is not contiguous: the copy is ours to make, on threads too."""

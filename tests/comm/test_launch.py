@@ -1,11 +1,6 @@
-"""Localises programs that hang, or end with status 0, after one rank failed; launchers that do not fit; BLAS thread counts.
-
-Everything here runs programs of its own, each with a time limit: a time limit is a failure.
-"""
+"""Localises launchers that do not fit, numbers of ranks that go unnoticed, and BLAS thread counts."""
 import os
-import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -13,113 +8,11 @@ import pytest
 from refimpl.comm import CommError, launch
 from refimpl.comm.launch import THREAD_VARIABLES, cgroup_cores, launcher, mpirun_command, set_blas_threads, share_of_cores
 
-LIMIT = 60                                              # seconds, for a program that should take one or two
-QUICK = 30                                              # seconds in which a failure must have ended all ranks
-LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMIX_RANK")
+from .programs import LAUNCHERS, execute
 
 
-def execute(command, **environment):
-    """(status, stdout, stderr, seconds) of a program without a launcher's variables but those given."""
-    env = {k: v for k, v in os.environ.items() if k not in LAUNCHERS and k not in THREAD_VARIABLES}
-    start = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, stdin=subprocess.DEVNULL,
-                          env=env | environment)
-    return done.returncode, done.stdout, done.stderr, time.monotonic() - start
-
-
-def python(code, *arguments, **environment):
-    return execute([sys.executable, "-c", code, *arguments], **environment)
-
-
-@pytest.fixture(scope="module")
-def mpirun():
-    """Run a script on 2 ranks under mpirun."""
-    try:
-        command = mpirun_command(2)
-    except CommError as error:
-        pytest.skip(str(error))
-    return lambda script, *arguments: execute([*command, sys.executable, str(script), *arguments])
-
-
-# -- one rank fails, the other waits in a collective ---------------------------------------------------------------
-
-BARE = """
-import sys, numpy as np
-from refimpl.comm import Mesh, world
-comm = world()
-mesh = Mesh(tp=comm.size, comm=comm)
-if comm.rank == 1:
-    {failure}
-mesh.tp.all_reduce(np.ones(3))
-"""
-
-LAUNCHED = """
-import sys, numpy as np
-from refimpl.comm import launch
-
-def main(comm):
-    if comm.rank == 1:
-        {failure}
-    comm.all_reduce(np.ones(3))
-
-if __name__ == "__main__":
-    launch(main)
-"""
-
-FAILURES = {
-    "exception": ("raise ValueError('the ' + 'cause')", 1, "ValueError: the cause"),
-    "text": ("sys.exit('the ' + 'cause')", 1, "the cause"),
-    "status": ("sys.exit(3)", 3, "rank 1 exits with status 3, all ranks end"),
-}
-
-
-@pytest.mark.parametrize("program, name", ((BARE, "exception"), (BARE, "text"), (BARE, "status"), (LAUNCHED, "exception")),
-                         ids=("exception", "text", "status", "launched"))
-def test_one_ranks_failure_ends_all_under_mpirun_and_is_heard(mpirun, tmp_path, program, name):
-    failure, status, said = FAILURES[name]
-    script = tmp_path / "program.py"
-    script.write_text(program.format(failure=failure))
-    code, _, err, seconds = mpirun(script)
-    assert code == status and seconds < QUICK
-    assert said in err and "rank 1" in err, err
-    assert ("Traceback" in err) == (name == "exception") and err.count(said) == 1, err
-
-
-def test_raising_system_exit_through_launch_ends_all_under_mpirun(mpirun, tmp_path):
-    script = tmp_path / "program.py"
-    script.write_text(LAUNCHED.format(failure="raise SystemExit(3)"))
-    code, _, err, seconds = mpirun(script)
-    assert code == 3 and seconds < QUICK and "rank 1 exits with status 3, all ranks end" in err
-
-
-def test_a_rank_that_returns_early_is_an_error_under_mpirun(mpirun, tmp_path):
-    script = tmp_path / "program.py"
-    script.write_text(LAUNCHED.format(failure="sys.exit(0)"))
-    code, _, err, seconds = mpirun(script)
-    assert code != 0 and seconds < QUICK
-    assert "rank 0: all_reduce over world: sum of float64[3]; rank 1: the end of the program" in err
-
-
-def test_ranks_that_wait_in_different_groups_are_ended_by_the_time_limit(mpirun, tmp_path):
-    script = tmp_path / "program.py"
-    script.write_text(BARE.format(failure="comm.timeout = 1; comm.barrier()"))
-    code, _, err, seconds = mpirun(script)
-    assert code != 0 and seconds < QUICK
-    assert "rank 1 waited 1 s in barrier over world; not all of the ranks 0, 1 came" in err
-
-
-@pytest.mark.parametrize("name", FAILURES)
-def test_one_ranks_failure_ends_all_as_threads_with_one_traceback(tmp_path, name):
-    failure, status, said = FAILURES[name]
-    script = tmp_path / "program.py"
-    script.write_text(LAUNCHED.format(failure=failure))
-    code, _, err, seconds = execute([sys.executable, str(script), "--simulate", "3"])
-    assert code == status and seconds < QUICK
-    if name == "exception":
-        assert err.count("Traceback") == 1 and said in err and "CommError" not in err
-        assert sys.version_info < (3, 11) or err.endswith("This is rank 1 of 3 ranks as threads.\n")
-    else:
-        assert err == ("the cause\n" if name == "text" else "")
+def python(code, **environment):
+    return execute([sys.executable, "-c", code], **environment)
 
 
 # -- how many ranks ------------------------------------------------------------------------------------------------
@@ -203,7 +96,8 @@ def test_a_serial_world_does_not_start_mpi():
 def test_a_missing_mpirun_is_a_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(CommError, match=r"no mpirun found beside this Python or on PATH: pip install 'refimpl\[mpi\]'"):
+    with pytest.raises(CommError, match=r"no mpirun found beside this Python or on PATH: pip install '.\[mpi\]' in the "
+                                        "checkout brings MPICH; .* apt-get install mpich"):
         mpirun_command(2)
 
 

@@ -28,6 +28,17 @@ def test_temperature_zero_takes_the_largest_logit_of_the_last_positions():
         assert tokens[i] == decoder.forward(Tensor(seen[None]), Params(params), CFG, ctx).array[0, -1].argmax()
 
 
+def test_the_context_slides_over_a_text_that_is_longer():
+    """What came before the last max_seq_len tokens does not matter, and the last ones do."""
+    params = init(CFG, Mesh(), 1)
+    texts = np.array([[3, 1, 4, 1, 5, 9, 2, 6], [7, 7, 7, 1, 5, 9, 2, 6]])
+    a, b = (sample(params, text, 4, CFG, Mesh(), temperature=0)[8:].tolist() for text in texts)
+    short = sample(params, texts[0, 3:], 4, CFG, Mesh(), temperature=0)[5:].tolist()
+    assert a == b == short
+    nexts = {int(sample(params, np.array([3, 1, 4, 1, 5, 9, 2, last]), 1, CFG, Mesh(), temperature=0)[8]) for last in range(13)}
+    assert len(nexts) > 1
+
+
 def test_draws_follow_the_softmax():
     params = init(CFG, Mesh(), 1)
     ctx = Context(Mesh(), np.zeros(1, int), np.arange(1))

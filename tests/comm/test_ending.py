@@ -1,0 +1,177 @@
+"""Localises programs that hang, or end with status 0, after one rank failed or came to its end while others wait for it."""
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from refimpl.comm.launch import mpirun_command
+
+from .programs import QUICK, execute
+
+# One rank does something else, the others go on to a collective.
+BARE = """
+import sys, time, numpy as np
+from refimpl.comm import Mesh, world
+comm = world()
+mesh = Mesh(tp=comm.size, comm=comm)
+
+def main():
+    if comm.rank == 1:
+        {failure}
+    mesh.tp.all_reduce(np.ones(3))
+main()
+"""
+
+LAUNCHED = """
+import sys, numpy as np
+from refimpl.comm import launch
+
+def main(comm):
+    if comm.rank == 1:
+        {failure}
+    comm.all_reduce(np.ones(3))
+
+if __name__ == "__main__":
+    launch(main)
+"""
+
+FAILURES = {
+    "exception": ("raise ValueError('the ' + 'cause')", 1, "ValueError: the cause"),
+    "text": ("sys.exit('the ' + 'cause')", 1, "the cause"),
+    "status": ("sys.exit(3)", 3, "rank 1 exits with status 3, all ranks end"),
+    "interrupt": ("raise KeyboardInterrupt", 130, "rank 1 was interrupted, all ranks end"),
+}
+GONE = "rank 1 has ended, and the others wait for it in all_reduce over "
+ENDINGS = ("raise SystemExit(3)", "exit(3)", "quit('text')", "sys.exit(0)", "return")     # no hook sees these
+
+
+@pytest.fixture
+def program(tmp_path):
+    def write(text, failure=""):
+        (tmp_path / "program.py").write_text(text.format(failure=failure))
+        return tmp_path / "program.py"
+    return write
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_one_ranks_failure_ends_all_under_mpirun_and_is_heard(mpirun, program, name):
+    failure, status, said = FAILURES[name]
+    code, _, err, seconds = mpirun(program(BARE, failure))
+    assert code == status and seconds < QUICK
+    assert said in err and "rank 1" in err, err
+    assert ("Traceback" in err) == (name == "exception") and err.count(said) == 1, err
+
+
+@pytest.mark.parametrize("failure, status, said", (
+    FAILURES["exception"], ("raise SystemExit(3)", 3, "rank 1 exits with status 3, all ranks end"),
+    ("raise KeyboardInterrupt", 130, "program.py: interrupted"), ("sys.exit(0)", 1, GONE + "world")),
+    ids=("exception", "status", "interrupt", "early"))
+def test_one_ranks_failure_ends_all_through_launch(mpirun, program, failure, status, said):
+    code, _, err, seconds = mpirun(program(LAUNCHED, failure))
+    assert code == status and seconds < QUICK and said in err, err
+
+
+@pytest.mark.parametrize("ending, n", [*((ending, 2) for ending in ENDINGS), ("return", 3)])
+def test_a_rank_that_ends_while_others_wait_for_it_is_an_error(mpirun, program, ending, n):
+    code, _, err, seconds = mpirun(program(BARE, ending), n=n)
+    assert code != 0 and seconds < QUICK and GONE + "tp: sum of float64[3]" in err, err
+
+
+@pytest.mark.parametrize("status", (0, 3))
+def test_a_rank_that_goes_on_alone_is_left_to_finish(mpirun, program, status):
+    """The others end, by any status: rank 1 computes for longer than they would wait for a launcher to notice."""
+    script = program("""
+import time, numpy as np
+from refimpl.comm import world
+comm = world()
+comm.all_reduce(np.ones(3))
+if comm.rank == 1:
+    time.sleep(3)
+    print("late")
+raise SystemExit({failure} if comm.rank == 0 else 0)
+""", status)
+    code, out, err, _ = mpirun(script)
+    assert (code, out.strip()) == (status, "late"), err
+
+
+def test_an_end_right_after_a_collective_is_not_an_early_one(mpirun, program):
+    """Rank 0 is late to see that a collective is complete which rank 1 has left, and ended."""
+    script = program("""
+import time, numpy as np
+from refimpl.comm import world
+comm = world()
+wait = comm.wait
+
+class Late:
+    def __init__(self, request):
+        self.request, self.start = request, time.monotonic()
+
+    def Test(self):
+        return time.monotonic() - self.start > 1 and self.request.Test()
+if comm.rank == 0:
+    comm.wait = lambda request, *args: wait(Late(request), *args)
+comm.agree("the last")
+if comm.rank == 0:
+    print("rank 1 ended after", comm.ending.ended[1], "of", comm.ending.met[1])
+""")
+    code, out, err, _ = mpirun(script)
+    assert (code, out.strip()) == (0, "rank 1 ended after 1 of 1"), err
+
+
+def test_a_program_that_finalizes_mpi_itself_ends(mpirun, program):
+    code, _, err, _ = mpirun(program("from refimpl.comm import world\nworld().MPI.Finalize()\n"))
+    assert code == 0, err
+
+
+def test_ranks_that_wait_in_different_groups_are_ended_by_the_time_limit(mpirun, program):
+    code, _, err, seconds = mpirun(program(BARE, "comm.timeout = 1; comm.barrier()"))
+    assert code != 0 and seconds < QUICK
+    assert "rank 1 waited 1 s in barrier over world; not all of the ranks 0, 1 came" in err
+
+
+def test_the_world_is_made_once(mpirun, program):
+    """A second call of one rank alone does not wait for the others."""
+    code, out, err, _ = mpirun(program("""
+from refimpl.comm import world
+comm = world()
+if comm.rank == 1:
+    assert world() is comm
+    print("OK")
+"""))
+    assert (code, out.strip()) == (0, "OK"), err
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_one_ranks_failure_ends_all_as_threads_with_one_traceback(program, name):
+    failure, status, said = FAILURES[name]
+    code, _, err, seconds = execute([sys.executable, str(program(LAUNCHED, failure)), "--simulate", "3"])
+    assert code == status and seconds < QUICK
+    if name == "exception":
+        assert err.count("Traceback") == 1 and said in err and "CommError" not in err
+        assert sys.version_info < (3, 11) or err.endswith("This is rank 1 of 3 ranks as threads.\n")
+    else:
+        assert err == {"text": "the cause\n", "status": "", "interrupt": "program.py: interrupted\n"}[name]
+
+
+@pytest.mark.parametrize("command", ([], ["mpirun"]))
+def test_an_interrupt_is_a_line_and_not_a_traceback(mpirun, program, command):
+    script = program("""
+import time
+from refimpl.comm import launch
+
+def main(comm):
+    print("ready", flush=True)
+    time.sleep(60)
+launch(main)
+""")
+    start = [*(mpirun_command(2) if command else []), sys.executable, str(script)]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(start, **pipes, text=True) as process:
+        process.stdout.readline()
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=QUICK)
+    assert process.returncode != 0 and "Traceback" not in err
+    assert command or (process.returncode, err) == (130, "program.py: interrupted\n")
