@@ -105,8 +105,8 @@ def carried_cut(op: Any, tensors: list[Any], static: dict[str, Any], y: Any) -> 
 def add_cut(op_name: str, cut: dict[str, int], mesh_axis: str, axis: int) -> None:
     """`mesh_axis` cuts y along `axis`.  Error: LayoutError where it cuts y along another one already."""
     if cut.setdefault(mesh_axis, axis) != axis:
-        raise LayoutError(f"{op_name}: one input is cut over {mesh_axis} so that axis {cut[mesh_axis]} of the output would be cut, "
-                          f"another so that axis {axis} would: gather one of them over {mesh_axis} first")
+        raise LayoutError(f"{op_name}: by one input axis {cut[mesh_axis]} of the output would be cut over {mesh_axis}, by "
+                          f"another axis {axis}: gather one of them over {mesh_axis} first")
 
 
 def last_axis(static: dict[str, Any], ndim: int, number: int = 0) -> tuple[int, ...]:

@@ -64,9 +64,12 @@ class Tensor:
     __add__: Any                                        # the operators are supplied by ops/arithmetic.py
     __radd__: Any
     __sub__: Any
+    __rsub__: Any
     __mul__: Any
     __rmul__: Any
     __truediv__: Any
+    __rtruediv__: Any
+    __pow__: Any
     __neg__: Any
 
 

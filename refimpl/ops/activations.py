@@ -10,6 +10,13 @@ from refimpl.ops.erf import erf_array
 from refimpl.ops.linear import row_dot
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)                 # a Python float: it does not promote float32
+TANH_IS_1 = 10.0                                        # GELU's tanh is 1, in float64, for an x that is larger
+DENSITY_IS_0 = 40.0                                     # as are the normal distribution and, 0, its density
+
+
+def clipped(xp, x, size):
+    """x kept within ±size."""
+    return xp.minimum(xp.maximum(x, -size), size)
 
 
 @op
@@ -22,20 +29,23 @@ def gelu_tanh(x):
     Residuals:  x, t
     Reference:  Hendrycks and Gimpel 2016, section 2.  HF `gelu_new`
     """
-    t = x * x                                           # in place from here: a temporary costs more than its arithmetic
+    low = xp_of(x).maximum(x, -TANH_IS_1)               # y is -0 from here on to the left, also at -inf
+    u = xp_of(x).minimum(low, TANH_IS_1)                # x³ would overflow
+    t = u * u                                           # in place from here: a temporary costs more than its arithmetic
     t *= SQRT_2_OVER_PI * 0.044715
     t += SQRT_2_OVER_PI
-    t *= x
+    t *= u
     t = xp_of(x).tanh(t)
     y = t + 1
-    y *= x
+    y *= low
     y *= 0.5
 
     def vjp(dy):
-        dx = x * x
+        u = clipped(xp_of(x), x, TANH_IS_1)
+        dx = u * u
         dx *= SQRT_2_OVER_PI * 3 * 0.044715
         dx += SQRT_2_OVER_PI                            # d of tanh's argument
-        dx *= x
+        dx *= u
         dx *= 1 - t * t
         dx += t
         dx += 1
@@ -150,14 +160,15 @@ def gelu_erf(x):
     cdf = erf_array(x * math.sqrt(0.5))
     cdf += 1
     cdf *= 0.5
-    y = x * cdf
+    y = xp_of(x).maximum(x, -DENSITY_IS_0) * cdf        # -0 from there on to the left, also at -inf
 
     def vjp(dy):
-        dx = x * x
+        u = clipped(xp_of(x), x, DENSITY_IS_0)
+        dx = u * u
         dx *= -0.5
         dx = xp_of(x).exp(dx)
         dx *= 1 / math.sqrt(2 * math.pi)                # the density of the normal distribution
-        dx *= x
+        dx *= u
         dx += cdf
         dx *= dy
         return dx

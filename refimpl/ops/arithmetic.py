@@ -7,6 +7,7 @@ from numbers import Real
 from refimpl.array import Array, xp_of
 from refimpl.autograd import Tensor, op
 from refimpl.ops.corners import annulled, silent
+from refimpl.ops.elementwise import power
 
 
 def unbroadcast(dy: Array, shape: tuple[int, ...]) -> Array:
@@ -155,13 +156,48 @@ def multiply(x, by):
     return scale(x, by=by) if isinstance(by, Real) else mul(x, by)
 
 
+def number(by, x):
+    """A number as an array of x's dtype."""
+    return xp_of(x.array).full((), float(by), x.dtype)
+
+
 def plus(x, other):
     """x + other for a Tensor, an array or a number, which takes x's dtype."""
-    return add(x, xp_of(x.array).full((), other, x.dtype) if isinstance(other, Real) else other)
+    return add(x, number(other, x) if isinstance(other, Real) else other)
+
+
+def minus(x, other):
+    """x - other.  A number becomes a float first: -uint8(3) would be 253."""
+    return plus(x, -float(other)) if isinstance(other, Real) else subtract(x, other)
+
+
+def from_minus(x, other):
+    """other - x."""
+    return plus(scale(x, by=-1), other) if isinstance(other, Real) else subtract(other, x)
+
+
+def over(x, other):
+    """x / other.  Error: ZeroDivisionError for the number 0; an array may hold zeros."""
+    if not isinstance(other, Real):
+        return divide(x, other)
+    if other == 0:
+        raise ZeroDivisionError(f"divide: a Tensor {list(x.shape)} by the number 0")
+    return scale(x, by=1 / float(other))
+
+
+def from_over(x, other):
+    """other / x."""
+    return divide(number(other, x) if isinstance(other, Real) else other, x)
+
+
+def to_the(x, exponent):
+    """x ** exponent, a number."""
+    return power(x, exponent=float(exponent)) if isinstance(exponent, Real) else NotImplemented
 
 
 Tensor.__add__, Tensor.__radd__ = plus, plus
-Tensor.__sub__ = lambda a, b: plus(a, -b) if isinstance(b, Real) else subtract(a, b)
+Tensor.__sub__, Tensor.__rsub__ = minus, from_minus
 Tensor.__mul__, Tensor.__rmul__ = multiply, multiply
-Tensor.__truediv__ = lambda a, b: scale(a, by=1 / b) if isinstance(b, Real) else divide(a, b)
+Tensor.__truediv__, Tensor.__rtruediv__ = over, from_over
+Tensor.__pow__ = to_the
 Tensor.__neg__ = lambda a: scale(a, by=-1)

@@ -85,7 +85,7 @@ def power(x, exponent=2.0):
 
     def vjp(dy):
         if exponent == 0:
-            return dy * 0                               # not 0·x^-1, which is nan at 0
+            return xp_of(dy).zeros_like(dy)             # not 0·x^-1, which is nan at 0
         with silent():
             dx = x ** (exponent - 1)
             dx *= exponent
@@ -120,15 +120,15 @@ def minus_size(x):
     return xp_of(x).minimum(x, -x)
 
 
-LARGEST_EXPONENT = {4: 88.0, 8: 709.0}                  # e to it is finite in a float of so many bytes
-
-
 def sigmoid_array(x):
-    """1/(1 + e^-x), which keeps the digits of small values, down to the smallest normal number."""
-    y = xp_of(x).minimum(-x, LARGEST_EXPONENT[x.real.dtype.itemsize])
-    y = xp_of(x).exp(y)
-    y += 1
-    return 1 / y
+    """1/(1 + e^-x), which keeps the digits of small values, and is 0 where e^-x overflows."""
+    xp, y = xp_of(x), -x
+    if x.dtype.kind == "c":                             # a complex infinity would make nan: stop before it, the slope is 0 there
+        y = xp.minimum(y, 88.0 if x.dtype == "complex64" else 709.0)
+    with silent():
+        y = xp.exp(y)
+        y += 1
+        return 1 / y
 
 
 @op

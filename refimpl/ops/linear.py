@@ -45,8 +45,8 @@ def linear_layout(args, static):
                           f"there: it has no part that belongs to them")
     rows = frozenset(getattr(x, "cut", {})) - columns
     if rows & frozenset(getattr(w, "cut", {})):
-        raise LayoutError(f"linear: {describe(x)} is cut by rows over {names(rows & frozenset(w.cut))}, and so is {name}, along "
-                          f"another axis: all_gather the rows first")
+        raise LayoutError(f"linear: {describe(x)} is cut by rows over {names(rows & frozenset(w.cut))}, and so is {name}, "
+                          f"along another axis: all_gather the rows first")
     if b is not None and summed | layout.partial:
         raise LayoutError(f"linear: the product with {name} is partial over {names(summed | layout.partial)}; its bias would "
                           f"be added once per rank: add it after reduce_from")

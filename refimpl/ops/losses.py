@@ -66,7 +66,7 @@ def spread(smoothing, over, V):
     """The target distribution: its value off the target and on it."""
     if over == "all":
         return smoothing / V, 1 - smoothing + smoothing / V
-    return (smoothing / (V - 1) if V > 1 else 0.0), 1 - smoothing
+    return (smoothing / (V - 1), 1 - smoothing) if V > 1 else (0.0, 1.0)        # one class has no others
 
 
 def check(logits, targets, V, smoothing, over):

@@ -1,12 +1,49 @@
 """Matrix products of two arrays: matmul and einsum.  (A layer's product with its weight is `linear`.)"""
 import math
 
-from refimpl.autograd import op
+from refimpl.autograd import REGISTRY, Layout, LayoutError, Tensor, op
+from refimpl.autograd.layout import join
 from refimpl.ops.arithmetic import check_broadcast, unbroadcast
 from refimpl.ops.linear import product
 
 
-@op(linearity="each")
+def followed(op_name, args, words):
+    """{mesh axis: letter} for the cuts of both operands.  Error: LayoutError where a mesh axis cuts two letters."""
+    letters: dict[str, str] = {}
+    for operand, word in zip(args, words):
+        for mesh_axis, k in getattr(operand, "cut", {}).items():
+            if letters.setdefault(mesh_axis, word[k]) != word[k]:
+                raise LayoutError(f"{op_name} {','.join(words[:2])}->{words[2]}: its operands are cut over {mesh_axis} along "
+                                  f"different axes, {letters[mesh_axis]} and {word[k]}: gather one of them first")
+    return letters
+
+
+def contracted(op_name, words_of):
+    """The layout and cut rules of a product: a cut letter that is summed over makes it partial, one of the output cuts it."""
+    def layout(args, static):
+        tensors = [a for a in args if type(a) is Tensor]
+        joined, words = join(REGISTRY[op_name], tensors), words_of(args, static)
+        summed = {axis for axis, letter in followed(op_name, args, words).items() if letter not in words[2]}
+        return Layout(joined.varies, joined.partial | summed)
+
+    def cut(args, static, y):
+        words = words_of(args, static)
+        return {axis: words[2].index(letter) for axis, letter in followed(op_name, args, words).items() if letter in words[2]}
+    return {"layout": layout, "cut": cut}
+
+
+def matmul_words(args, static):
+    """Letters for the axes: "xyac" · "xycb" -> "xyab", leading ones counted from the end."""
+    a, b = (x.ndim if not isinstance(x, Tensor) else x.array.ndim for x in args)
+    leading = "opqrstuvwxyz"
+    return leading[12 - max(0, a - 2):] + "ac", leading[12 - max(0, b - 2):] + "cb", leading[12 - max(a, b, 2) + 2:] + "ab"
+
+
+def einsum_words(args, static):
+    return parse(static.get("spec", ""), *(x.array if isinstance(x, Tensor) else x for x in args))
+
+
+@op(linearity="each", **contracted("matmul", matmul_words))
 def matmul(a, b):
     """Batched matrix product; leading axes broadcast.
 
@@ -29,7 +66,7 @@ def matmul(a, b):
     return y, vjp
 
 
-@op(linearity="each")
+@op(linearity="each", **contracted("einsum", einsum_words))
 def einsum(a, b, spec=""):
     """Sum of products of two arrays over named axes: "bhtk,bhsk->bhts".
 

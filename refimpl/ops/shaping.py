@@ -9,12 +9,22 @@ from refimpl.ops.axes import check_axis
 
 
 def reshaped_cut(args, static, y):
-    """Joining leading axes keeps the cuts behind them; where an axis is split, which part is cut is not known."""
+    """Axes are joined and split in groups of equal size.  A cut of a group's outermost axis stays with the outermost one:
+    columns cut between heads become heads that are cut.  A cut further in is scattered, and no longer known."""
     x = args[0]
-    if type(x) is not Tensor or y.ndim > x.array.ndim:
+    if type(x) is not Tensor or not x.array.size:
         return {}
-    return {mesh_axis: k - x.array.ndim + y.ndim for mesh_axis, k in x.cut.items()
-            if y.shape[k - x.array.ndim:] == x.array.shape[k:] and k - x.array.ndim + y.ndim >= 0}
+    cut, i, j, old, new = {}, 0, 0, x.array.shape, y.shape
+    while i < len(old) and j < len(new):
+        first, onto, m, n = i, j, old[i], new[j]
+        i, j = i + 1, j + 1
+        while m != n:
+            if m < n:
+                m, i = m * old[i], i + 1
+            else:
+                n, j = n * new[j], j + 1
+        cut.update({mesh_axis: onto for mesh_axis, k in x.cut.items() if k == first})
+    return cut
 
 
 @op(linearity="each", cut=reshaped_cut)
@@ -177,7 +187,11 @@ def pad(x, before=0, after=0, axis=-1):
     return y, vjp
 
 
-@op(linearity="each")
+def kept_cut(args, static, y):
+    return getattr(args[0], "cut", {})
+
+
+@op(linearity="each", cut=kept_cut)
 def repeat(x, times=1, axis=-1):
     """Every element `times` times in a row, along one axis: kv heads 0,0,1,1 for grouped attention (never tiled 0,1,0,1).
 
