@@ -43,7 +43,7 @@ def device_module(name: str, local_rank: int = 0) -> ModuleType:
     try:
         import cupy
     except ImportError as error:
-        raise ValueError(f"the device cupy needs the package cupy ({error}): pip install 'refimpl[gpu]'") from None
+        raise ValueError(f"the device cupy needs the package cupy ({error}): pip install '.[gpu]'") from None
     try:
         gpus = cupy.cuda.runtime.getDeviceCount()
     except RuntimeError as error:                       # CUDARuntimeError is one: no driver, or no GPU

@@ -138,7 +138,7 @@ class Op:
         for k, a in enumerate(arrays[self.values], self.values.start or 0):
             if a is None or a.dtype is dtype:
                 continue
-            if a.dtype.kind not in "fc":
+            if a.dtype.kind != "f" or a.dtype.itemsize not in (4, 8):
                 raise TypeError(f"{self.name}: argument {k} is {a.dtype}: it must be float64 or float32")
             if dtype is not None and a.dtype != dtype:  # None alone would compare equal to float64
                 raise TypeError(f"{self.name}: its arguments are {dtype} and {a.dtype}: they must have one dtype")

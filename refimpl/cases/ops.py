@@ -174,6 +174,7 @@ TABLE = {
         case("own ignore_index", uniform(5, 7), ids(5, below=7, but={0: 0, 2: 3}), ignore_index=3),
         case("smoothed over all", uniform(5, 7), ids(5, below=7, but={1: IGNORE}), smoothing=0.1),
         case("smoothed over the others", uniform(5, 7), ids(5, below=7), smoothing=0.1, smoothing_over="others"),
+        case("one class smoothed over the others", uniform(3, 1), ids(3, below=1), smoothing=0.1, smoothing_over="others"),
         case("z-loss", uniform(5, 7), ids(5, below=7, but={1: IGNORE}), z_loss=0.01),
         case("both", uniform(5, 7), ids(5, below=7), smoothing=0.2, z_loss=1e-4),
         case("one row", uniform(7), given(2)), case("one class", uniform(3, 1), ids(3, below=1)),

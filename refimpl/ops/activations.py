@@ -10,8 +10,9 @@ from refimpl.ops.erf import erf_array
 from refimpl.ops.linear import row_dot
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)                 # a Python float: it does not promote float32
-TANH_IS_1 = 10.0                                        # GELU's tanh is 1, in float64, for an x that is larger
-DENSITY_IS_0 = 40.0                                     # as are the normal distribution and, 0, its density
+TANH_IS_1 = 10.0                                        # beyond ±10 GELU's tanh is ±1 in float64
+DENSITY_IS_0 = 40.0                                     # beyond, the normal distribution's density is 0 in float64
+SIGMOID_IS_0 = -1000.0                                  # σ is 0 from here on to the left: with it for x, x·σ is -0 also at -inf
 
 
 def clipped(xp, x, size):
@@ -37,8 +38,8 @@ def gelu_tanh(x):
     t *= u
     t = xp_of(x).tanh(t)
     y = t + 1
-    y *= low
     y *= 0.5
+    y *= low
 
     def vjp(dy):
         u = clipped(xp_of(x), x, TANH_IS_1)
@@ -205,8 +206,9 @@ def silu(x):
     Residuals:  x, s
     Reference:  Hendrycks and Gimpel 2016, section 2; Ramachandran et al. 2017
     """
-    s = sigmoid_array(x)
-    y = x * s
+    low = xp_of(x).maximum(x, SIGMOID_IS_0)
+    s = sigmoid_array(low)
+    y = low * s
 
     def vjp(dy):
         return gated(dy, x, s)
@@ -216,7 +218,7 @@ def silu(x):
 def gated(dy, x, s, factor=1):
     """dy·s·(1 + factor·x·(1 - s)): the vjp of x·σ(factor·x)."""
     dx = 1 - s
-    dx *= x
+    dx *= xp_of(x).maximum(x, SIGMOID_IS_0)
     if factor != 1:
         dx *= factor
     dx += 1
@@ -235,8 +237,10 @@ def quick_gelu(x):
     Residuals:  x, s
     Reference:  Hendrycks and Gimpel 2016, section 2.  HF `quick_gelu`
     """
-    s = sigmoid_array(1.702 * x)
-    y = x * s
+    low = xp_of(x).maximum(x, SIGMOID_IS_0)
+    with silent():
+        s = sigmoid_array(1.702 * low)
+    y = low * s
 
     def vjp(dy):
         return gated(dy, x, s, 1.702)
@@ -255,12 +259,13 @@ def swiglu(gate, up):
     """
     if gate.shape != up.shape:
         raise ValueError(f"swiglu: gate{list(gate.shape)} and up{list(up.shape)} must have one shape")
-    s = sigmoid_array(gate)
-    y = gate * s
+    low = xp_of(gate).maximum(gate, SIGMOID_IS_0)
+    s = sigmoid_array(low)
+    y = low * s
     y *= up
 
     def vjp(dy):
-        dup = dy * gate
+        dup = dy * xp_of(gate).maximum(gate, SIGMOID_IS_0)
         dup *= s
         return gated(dy * up, gate, s), dup
     return y, vjp

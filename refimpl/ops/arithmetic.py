@@ -2,12 +2,14 @@
 
 Shapes: `...` are any axes; a and b broadcast as numpy's arrays do.
 """
+import math
 from numbers import Real
 
 from refimpl.array import Array, xp_of
 from refimpl.autograd import Tensor, op
 from refimpl.ops.corners import annulled, silent
 from refimpl.ops.elementwise import power
+from refimpl.ops.linear import column_sum
 
 
 def unbroadcast(dy: Array, shape: tuple[int, ...]) -> Array:
@@ -15,7 +17,10 @@ def unbroadcast(dy: Array, shape: tuple[int, ...]) -> Array:
     if dy.shape == shape:
         return dy
     extra = dy.ndim - len(shape)
-    dy = dy.sum(axis=tuple(range(extra)))
+    if 0 < extra < dy.ndim and dy.size:                 # in blocks: see column_sum
+        dy = column_sum(dy.reshape(math.prod(dy.shape[:extra]), math.prod(dy.shape[extra:]))).reshape(dy.shape[extra:])
+    else:
+        dy = dy.sum(axis=tuple(range(extra)))
     repeated = tuple(i for i, n in enumerate(shape) if n == 1 and dy.shape[i] != 1)
     return dy.sum(axis=repeated, keepdims=True)
 

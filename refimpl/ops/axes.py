@@ -1,4 +1,4 @@
-"""Axes given by number: one check for the ops that take them."""
+"""Axes and sizes given by number: one check for the ops that take them."""
 
 
 def check_axis(op_name, x, axis):
@@ -15,3 +15,17 @@ def check_axes(op_name, x, axis):
     if len(set(axes)) < len(axes):
         raise ValueError(f"{op_name}: axis {axis} of x{list(x.shape)} names an axis twice")
     return axes
+
+
+def check_integers(op_name, **given):
+    """Error: TypeError unless each of the static arguments is an integer, or holds integers only."""
+    for name, value in given.items():
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        if not all(hasattr(n, "__index__") for n in values):
+            raise TypeError(f"{op_name}: {name} must be {'integers' if values is value else 'an integer'}, got {value!r}")
+
+
+def check_eps(op_name, eps):
+    """Error: ValueError unless eps is finite and at least 0."""
+    if not 0 <= eps < float("inf"):
+        raise ValueError(f"{op_name}: eps must be finite and at least 0, got {eps}")

@@ -123,7 +123,7 @@ def minus_size(x):
 def sigmoid_array(x):
     """1/(1 + e^-x), which keeps the digits of small values, and is 0 where e^-x overflows."""
     xp, y = xp_of(x), -x
-    if x.dtype.kind == "c":                             # a complex infinity would make nan: stop before it, the slope is 0 there
+    if x.dtype.kind == "c":                             # a complex infinity would make nan: stop before it
         y = xp.minimum(y, 88.0 if x.dtype == "complex64" else 709.0)
     with silent():
         y = xp.exp(y)

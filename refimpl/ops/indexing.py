@@ -5,6 +5,7 @@ Ids may lie on the host: they are checked where they are, then moved to the valu
 from refimpl.array import xp_of
 from refimpl.autograd import op
 from refimpl.autograd.layout import first_axis
+from refimpl.ops.axes import check_integers
 
 
 def check_ids(op_name, ids, below):
@@ -100,6 +101,7 @@ def scatter_add(x, ids, n=0):
     """
     if ids.ndim != 1 or ids.shape != x.shape[:1]:
         raise ValueError(f"scatter_add: x{list(x.shape)} and ids{list(ids.shape)} must be [M, ...] and [M]")
+    check_integers("scatter_add", n=n)
     if n < 0:
         raise ValueError(f"scatter_add: n must be at least 0, got {n}")
     check_ids("scatter_add", ids, n)

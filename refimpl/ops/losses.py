@@ -25,7 +25,7 @@ def cross_entropy(logits, targets, ignore_index=IGNORE, smoothing=0.0, smoothing
     Reference:  Goodfellow et al. 2016, section 6.2.2; z-loss: Chowdhery et al. 2022 (PaLM), section 5
     """
     V = logits.shape[-1] if logits.ndim else 0
-    check(logits, targets, V, smoothing, smoothing_over)
+    check(logits, targets, V, smoothing, smoothing_over, z_loss)
     xp = xp_of(logits)
     flat, ids = logits.reshape(-1, V), targets.reshape(-1)
     rows = xp_of(ids).flatnonzero(ids != ignore_index)  # targets may lie on the host: they are checked where they are
@@ -69,10 +69,12 @@ def spread(smoothing, over, V):
     return (smoothing / (V - 1), 1 - smoothing) if V > 1 else (0.0, 1.0)        # one class has no others
 
 
-def check(logits, targets, V, smoothing, over):
+def check(logits, targets, V, smoothing, over, z_loss):
     if targets.shape != logits.shape[:-1] or targets.dtype.kind not in "iu" or V == 0:
         raise ValueError(f"cross_entropy: logits{list(logits.shape)} with V > 0 need integer targets"
                          f"{list(logits.shape[:-1])}, got {targets.dtype}{list(targets.shape)}")
     if not 0 <= smoothing < 1 or over not in SMOOTHING_OVER:
         raise ValueError(f"cross_entropy: smoothing must be in [0, 1) and smoothing_over one of {', '.join(SMOOTHING_OVER)}, "
                          f"got {smoothing} and {over!r}")
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"cross_entropy: z_loss must be finite and at least 0, got {z_loss}")

@@ -1,5 +1,6 @@
 """Which keys a query sees: one object answers for the whole matrix, for a block of it, and for any positions."""
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -28,30 +29,39 @@ class Mask:
     prefix: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("window", "prefix"):
+            value = getattr(self, name)
+            if not hasattr(value, "__index__") and (name, value) != ("window", None):
+                raise TypeError(f"{name} must be an integer{' or None' if name == 'window' else ''}, got {value!r}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be at least 1 (the own position), got {self.window}")
         if self.prefix < 0 or (self.prefix and not self.causal):
             raise ValueError(f"prefix must be at least 0 and needs causal=True, got prefix {self.prefix}, causal {self.causal}")
 
     def visible(self, T: int, S: int) -> np.ndarray | None:
-        """bool[T, S], or None where every query sees every key."""
-        answer = self.block(np.arange(S - T, S), np.arange(S))
-        return None if answer is True else np.broadcast_to(answer, (T, S))
+        """bool[T, S], read-only, or None where every query sees every key."""
+        return visible(self, T, S)
 
     def block(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray | bool:
         """For query and key positions: True (all visible), False (none), or bool[len(queries), len(keys)]."""
         if not self.causal and self.window is None:
             return True
-        distance = queries[:, None] - keys[None, :]     # i - j
-        seen = distance >= 0 if self.causal else np.ones(distance.shape, bool)
+        i, j = queries[:, None], keys[None, :]
+        seen = j <= i if self.causal else j < i + self.window       # neither: answered above
         if self.window is not None:
-            seen &= np.abs(distance) < self.window
+            seen &= j > i - self.window
         if self.prefix:
-            seen |= keys[None, :] < self.prefix
+            seen |= j < self.prefix
         return True if seen.all() else bool(seen.any()) and seen
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@lru_cache(maxsize=4)                                   # the layers of a model ask for the same one
+def visible(mask: Mask, T: int, S: int) -> np.ndarray | None:
+    answer = mask.block(np.arange(S - T, S, dtype=np.int32), np.arange(S, dtype=np.int32))
+    return None if answer is True else np.broadcast_to(answer, (T, S))      # which is read-only
 
 
 CAUSAL = Mask(causal=True)

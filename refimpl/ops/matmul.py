@@ -60,10 +60,17 @@ def matmul(a, b):
     y = product(a, b)
 
     def vjp(dy):
-        da = product(dy, b.swapaxes(-1, -2))
-        db = product(a.swapaxes(-1, -2), dy)
+        bT, dyT = b.swapaxes(-1, -2), dy.swapaxes(-1, -2)
+        da = folded(bT, dyT).T if a.ndim == 2 < b.ndim else product(dy, bT)       # (dy·bᵀ)ᵀ = b·dyᵀ
+        db = folded(a, dy) if b.ndim == 2 < a.ndim else product(a.swapaxes(-1, -2), dy)
         return unbroadcast(da, a.shape), unbroadcast(db, b.shape)
     return y, vjp
+
+
+def folded(a, b):
+    """Σ aᵀ·b over the leading axes, which are equal, as one product: the sum over them joins the sum over rows."""
+    N = math.prod(a.shape[:-1])
+    return product(a.reshape(N, a.shape[-1]).T, b.reshape(N, b.shape[-1]))
 
 
 @op(linearity="each", **contracted("einsum", einsum_words))

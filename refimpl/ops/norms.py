@@ -2,6 +2,7 @@
 from refimpl.array import xp_of
 from refimpl.autograd import op
 from refimpl.autograd.layout import last_axis
+from refimpl.ops.axes import check_eps
 from refimpl.ops.linear import column_dot, column_sum, row_dot
 
 
@@ -20,6 +21,7 @@ def layer_norm(x, g, b, eps=1e-5):
     if g.shape != (D,) or b.shape != (D,) or D == 0:
         raise ValueError(f"layer_norm: x{list(x.shape)} needs g and b of shape [{D}], D > 0; got g{list(g.shape)}, "
                          f"b{list(b.shape)}")
+    check_eps("layer_norm", eps)
     xhat = x - x.mean(axis=-1, keepdims=True)
     r = 1 / xp_of(x).sqrt(row_dot(xhat, xhat) / D + float(eps))
     xhat *= r
@@ -56,6 +58,7 @@ def rms_norm(x, w, eps=1e-6, gain="w"):
     if w.shape != (D,) or D == 0 or gain not in GAINS:
         raise ValueError(f"rms_norm: x{list(x.shape)} needs w of shape [{D}], D > 0, and gain {' or '.join(GAINS)}; got "
                          f"w{list(w.shape)}, {gain!r}")
+    check_eps("rms_norm", eps)
     r = 1 / xp_of(x).sqrt(row_dot(x, x) / D + float(eps))
     xhat = x * r
     factor = w if gain == "w" else 1 + w

@@ -9,7 +9,7 @@ from refimpl.autograd import Layout, Tensor, op
 from refimpl.autograd.layout import all_or_given_axes, given_axes, join
 from refimpl.ops.axes import check_axes, check_axis
 from refimpl.ops.corners import silent
-from refimpl.ops.linear import row_dot
+from refimpl.ops.linear import column_sum, row_dot
 
 
 def restore(dy, axis, keepdims, xp):
@@ -29,6 +29,16 @@ def reduced_count(op_name, x, axis):
     if n == 0:
         raise ValueError(f"{op_name} over axis {axis} of x{list(x.shape)}: there is nothing to take the {op_name} of")
     return n
+
+
+def total(x, axis, keepdims):
+    """Σ x over axes that exist; over the leading ones in blocks, see column_sum."""
+    axes = sorted(check_axes("sum", x, axis))
+    if not 0 < len(axes) < x.ndim or axes != list(range(len(axes))) or x.size == 0:
+        return x.sum(axis=axis, keepdims=keepdims)
+    left = x.shape[len(axes):]
+    y = column_sum(x.reshape(math.prod(x.shape[:len(axes)]), math.prod(left)))
+    return y.reshape((1,) * len(axes) + left if keepdims else left)
 
 
 def reduced_cut(args, static, y):
@@ -60,8 +70,7 @@ def sum(x, axis=None, keepdims=False):
     Residuals:  none
     Reference:  numpy.sum
     """
-    check_axes("sum", x, axis)
-    y = x.sum(axis=axis, keepdims=keepdims)
+    y = total(x, axis, keepdims)
     xp, shape = xp_of(x), x.shape
 
     def vjp(dy):
@@ -80,7 +89,7 @@ def mean(x, axis=None, keepdims=False):
     Reference:  numpy.mean
     """
     n = reduced_count("mean", x, axis)
-    y = x.mean(axis=axis, keepdims=keepdims)
+    y = total(x, axis, keepdims) / n
     xp, shape = xp_of(x), x.shape
 
     def vjp(dy):
@@ -133,6 +142,9 @@ def cumsum(x, axis=-1):
 def norm(x, axis=-1, keepdims=False):
     """Euclidean norm along an axis.  At the zero vector its gradient is 0, a subgradient, not nan.
 
+    Squares must neither underflow nor overflow: float32 values between 1e-19 and 1e19 in size, float64 ones between 1e-154
+    and 1e154.  Below, y and the gradient are 0; above, y is infinite.
+
     Equation:   y = √Σ_axis x²
     Shapes:     x[..., n, ...] -> y[..., ...]
     VJP:        dx = dy·x/y, and 0 where y = 0
@@ -146,6 +158,7 @@ def norm(x, axis=-1, keepdims=False):
     y = length if keepdims else dropped(length, axis)
 
     def vjp(dy):
-        safe = xp.where(length == 0, xp.ones_like(length), length)
-        return x * (restore(dy, axis, keepdims, xp) / safe)
+        nothing = length == 0
+        safe = xp.where(nothing, xp.ones_like(length), length)
+        return x * xp.where(nothing, xp.zeros_like(length), restore(dy, axis, keepdims, xp) / safe)
     return y, vjp

@@ -11,6 +11,7 @@ import numpy as np
 from refimpl.array import xp_of
 from refimpl.autograd import op
 from refimpl.autograd.layout import last_axis
+from refimpl.ops.axes import check_integers
 
 PAIRINGS = ("interleaved", "half")
 
@@ -29,6 +30,9 @@ def rope(x, positions, theta=10000.0, pairing="half", rotated=None):
         raise ValueError(f"rope: x{list(x.shape)} must be [..., T, K] and positions integers, got {positions.dtype}")
     K = x.shape[-1]
     R = K if rotated is None else rotated
+    check_integers("rope", rotated=R)
+    if not 0 < theta < np.inf:
+        raise ValueError(f"rope: theta must be finite and greater than 0, got {theta}")
     if pairing not in PAIRINGS or R % 2 or not 0 <= R <= K or positions.shape != x.shape[-2:-1]:
         raise ValueError(f"rope: x{list(x.shape)}, positions{list(positions.shape)}, pairing {pairing!r}, rotated {R}: needs "
                          f"one position per row of x, pairing {' or '.join(PAIRINGS)}, and an even rotated of at most {K}")

@@ -5,7 +5,7 @@ Their vjps move the cotangent back; only repeat adds.
 from refimpl.array import xp_of
 from refimpl.autograd import Tensor, op
 from refimpl.autograd.layout import given_axes
-from refimpl.ops.axes import check_axis
+from refimpl.ops.axes import check_axis, check_integers
 
 
 def reshaped_cut(args, static, y):
@@ -111,6 +111,7 @@ def split(x, sizes=(), axis=-1):
     Reference:  numpy.split, torch.split
     """
     check_axis("split", x, axis)
+    check_integers("split", sizes=sizes)
     if sum(sizes) != x.shape[axis] or min(sizes, default=0) < 0 or not sizes:
         raise ValueError(f"split: the sizes {tuple(sizes)} must be one or more, at least 0, and add up to the {x.shape[axis]} "
                          f"along axis {axis} of x{list(x.shape)}")
@@ -150,6 +151,7 @@ def slice_axis(x, axis=-1, start=0, stop=None):
     """
     check_axis("slice_axis", x, axis)
     stop = x.shape[axis] if stop is None else stop
+    check_integers("slice_axis", start=start, stop=stop)
     if not 0 <= start <= stop <= x.shape[axis]:
         raise ValueError(f"slice_axis: {start}..{stop} is not inside axis {axis} of x{list(x.shape)}")
     where, shape = along(x, axis, start, stop), x.shape
@@ -174,6 +176,7 @@ def pad(x, before=0, after=0, axis=-1):
     Reference:  numpy.pad
     """
     check_axis("pad", x, axis)
+    check_integers("pad", before=before, after=after)
     if before < 0 or after < 0:
         raise ValueError(f"pad: before and after must be at least 0, got {before} and {after}")
     shape = list(x.shape)
@@ -202,6 +205,7 @@ def repeat(x, times=1, axis=-1):
     Reference:  numpy.repeat; torch.repeat_interleave
     """
     axis = check_axis("repeat", x, axis)
+    check_integers("repeat", times=times)
     if times < 0:
         raise ValueError(f"repeat: times must be at least 0, got {times}")
     y = xp_of(x).repeat(x, times, axis=axis)
@@ -225,7 +229,7 @@ def stop_gradient(x):
     y = x.view()
 
     def vjp(dy):
-        return dy * 0
+        return xp_of(dy).zeros_like(dy)                 # not dy·0, which is nan where dy is infinite
     return y, vjp
 
 

@@ -49,7 +49,7 @@ def test_without_cupy_or_a_gpu_there_is_a_sentence(monkeypatch):
     with pytest.raises(ValueError, match="device 'tpu' is not supported: use one of numpy, cupy"):
         device_module("tpu")
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ValueError, match=r"needs the package cupy .*: pip install 'refimpl\[gpu\]'"):
+    with pytest.raises(ValueError, match=r"needs the package cupy .*: pip install '\.\[gpu\]'"):
         device_module("cupy")
     monkeypatch.setitem(sys.modules, "cupy", FakeCupy(no_gpu))
     with pytest.raises(ValueError, match="needs a GPU, and cupy finds none: cudaErrorNoDevice: no CUDA-capable device is det"):

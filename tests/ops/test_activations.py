@@ -39,7 +39,7 @@ def test_gelu_slope_at_0_is_a_half_and_far_away_0_or_1():
 @pytest.mark.parametrize("op, slope", [(gelu_erf, 0.5), (gelu_tanh, 0.5), (silu, 0.5), (quick_gelu, 0.5), (relu, 0.0)])
 def test_units_are_the_identity_far_to_the_right_and_0_far_to_the_left(op, slope, dtype):
     y, vjp = op.array(np.array([0.0, 1e4, -1e4, 30, -30], dtype))
-    assert y[:2].tolist() == [0, 1e4] and abs(y[2]) <= 1e4 * np.finfo(dtype).tiny and y[3:] == pytest.approx([30, 0], abs=1e-11)
+    assert y[:2].tolist() == [0, 1e4] and y[2] == 0 and y[3:] == pytest.approx([30, 0], abs=1e-11)
     assert vjp(np.ones(5, dtype)) == pytest.approx([slope, 1, 0, 1, 0], abs=1e-11)
 
 
@@ -160,3 +160,34 @@ def test_check_catches_dropped_terms():
     for wrong in (gelu_without_the_inner_slope, softmax_without_the_sum, softmax_summed_over_the_wrong_axis):
         with pytest.raises(AssertionError, match=f"{wrong.__name__}: argument 0, direction 0"):
             check_vjp(wrong, X)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("op", [silu, quick_gelu, gelu_tanh, gelu_erf])
+def test_units_of_enormous_numbers_neither_overflow_nor_warn(op, dtype):
+    """Squares and cubes overflow, and 0·∞ would be nan."""
+    y, vjp = op.array(np.array([-np.inf, -3e38, -1e20, -1e13, 1e13, 1e20, 3e38], dtype))
+    assert y[:4].tolist() == [0] * 4 and y[4:] == pytest.approx([1e13, 1e20, 3e38], rel=1e-7)
+    assert vjp(np.ones(7, dtype)).tolist() == [0] * 4 + [1] * 3
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_swiglu_of_an_enormous_gate_is_0_to_the_left(dtype):
+    y, vjp = swiglu.array(np.array([-np.inf, -1e38, 30], dtype), np.full(3, 2, dtype))
+    assert y[:2].tolist() == [0, 0] and y[2] == pytest.approx(60)
+    dgate, dup = vjp(np.ones(3, dtype))
+    assert dgate[:2].tolist() == dup[:2].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("op", [silu, quick_gelu, gelu_tanh, gelu_erf])
+def test_a_complex_step_differentiates_units_far_away(op):
+    x = np.array([-1e13, -60, -9, 9, 60, 1e13])
+    y, vjp = op.array(x)
+    np.testing.assert_allclose(op.array(x + 1e-20j)[0].imag / 1e-20, vjp(np.ones(6)), rtol=1e-12, atol=1e-15)
+
+
+def test_log_softmax_far_from_0_keeps_its_digits():
+    """x - (m + ln Σ) would subtract two numbers near 10000: an error of 1e-12."""
+    total = math.log(1 + math.exp(1) + math.exp(2))
+    y, _ = log_softmax.array(1e4 + np.array([[0.0, 1, 2]]))
+    np.testing.assert_allclose(y[0], [-total, 1 - total, 2 - total], rtol=0, atol=1e-15 * 4)

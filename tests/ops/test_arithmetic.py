@@ -119,3 +119,28 @@ def test_check_catches_a_broadcast_that_is_not_undone():
         check_vjp(without_the_sum, np.ones((3, 5)), np.ones(5))
     with pytest.raises(AssertionError, match="argument 1, direction 0"):
         check_vjp(with_the_mean, np.ones((3, 5)), np.ones(5))
+
+
+@pytest.mark.parametrize("number", [np.uint8(3), np.int64(3), np.float32(3), np.float64(3), 3, 3.0])
+def test_operators_take_every_kind_of_number_at_its_value(number):
+    """-uint8(3) is 253, and 1/float32(3) has seven digits."""
+    x = Tensor(np.array([1.0, 2]))
+    results = [(x + number, [4, 5]), (number + x, [4, 5]), (x - number, [-2, -1]), (number - x, [2, 1]), (x * number, [3, 6]),
+               (x / number, [1 / 3, 2 / 3]), (number / x, [3, 1.5]), (x ** number, [1, 8])]
+    for y, right in results:
+        assert type(y) is Tensor and y.dtype == np.float64 and y.array == pytest.approx(right, rel=1e-15)
+
+
+def test_reflected_operators_and_powers_have_gradients_and_keep_float32():
+    x = Tensor(np.array([2.0, 4], np.float32))
+    for fn, slope in ((lambda x: 1 - x, [-1, -1]), (lambda x: 1 / x, [-1 / 4, -1 / 16]), (lambda x: x ** 2, [4, 8]),
+                      (lambda x: np.float32([3, 5]) - x, [-1, -1]), (lambda x: np.float32([8, 16]) / x, [-2, -1])):
+        value, grads = value_and_grad(lambda p: sum(fn(p["x"])), {"x": x})
+        assert value.dtype == grads["x"].dtype == np.float32 and grads["x"].array.tolist() == slope
+
+
+def test_division_by_the_number_0_gets_a_sentence():
+    with pytest.raises(ZeroDivisionError, match=r"^divide: a Tensor \[2\] by the number 0"):
+        Tensor(np.ones(2)) / 0
+    with pytest.raises(TypeError, match="unsupported operand"):
+        Tensor(np.ones(2)) ** Tensor(np.ones(2))

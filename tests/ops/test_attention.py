@@ -145,3 +145,18 @@ def test_check_catches_the_usual_mistakes():
                             (variant(right, dv_of=lambda p, dy: p @ dy), 2)]:                       # p not transposed
         with pytest.raises(AssertionError, match=f"argument {argument}"):
             check_vjp(wrong, Q, K, V)
+
+
+def test_masks_agree_with_their_definition_and_are_made_once():
+    i, j = np.arange(3, 8)[:, None], np.arange(8)[None]
+    for mask, seen in ((Mask(causal=True, window=3), (j <= i) & (i - j < 3)), (Mask(window=2), np.abs(i - j) < 2),
+                       (Mask(causal=True, prefix=5), (j <= i) | (j < 5)),
+                       (Mask(causal=True, window=2, prefix=2), (j <= i) & (i - j < 2) | (j < 2))):
+        assert np.array_equal(mask.visible(5, 8), seen)
+        assert mask.visible(5, 8) is mask.visible(5, 8) and not mask.visible(5, 8).flags.writeable
+
+
+@pytest.mark.parametrize("given", [{"window": 2.5}, {"window": "2"}, {"prefix": 0.5}, {"prefix": None}])
+def test_masks_count_in_integers(given):
+    with pytest.raises(TypeError, match="^(window|prefix) must be an integer"):
+        Mask(causal=True, **given)

@@ -181,3 +181,51 @@ def test_a_condition_that_is_not_bool_gets_a_sentence():
 def test_a_wrong_rate_gets_a_sentence(rate):
     with pytest.raises(ValueError, match=r"^dropout: rate must be in \[0, 1\), got"):
         REGISTRY["dropout"].array(np.ones(2), np.arange(2), rate=rate, shape=(2,))
+
+
+@pytest.mark.parametrize("name, static, words", [
+    ("split", {"sizes": (1.5, 1.5)}, r"sizes must be integers, got \(1.5, 1.5\)"),
+    ("slice_axis", {"start": 0.5}, "start must be an integer, got 0.5"),
+    ("slice_axis", {"stop": 2.0}, "stop must be an integer, got 2.0"), ("pad", {"before": 1.5}, "before must be an integer"),
+    ("pad", {"after": 1.0}, "after must be an integer"), ("repeat", {"times": 2.0}, "times must be an integer, got 2.0")])
+def test_a_size_that_is_no_integer_gets_a_sentence(name, static, words):
+    with pytest.raises(TypeError, match=f"^{name}: {words}"):
+        REGISTRY[name].array(ONE, **static)
+
+
+def test_slots_and_channels_are_counted_in_integers():
+    with pytest.raises(TypeError, match="^scatter_add: n must be an integer, got 2.5"):
+        REGISTRY["scatter_add"].array(ONE, np.zeros(2, int), n=2.5)
+    with pytest.raises(TypeError, match="^rope: rotated must be an integer, got 2.0"):
+        REGISTRY["rope"].array(ONE, np.zeros(2, int), rotated=2.0)
+
+
+@pytest.mark.parametrize("theta", [0, -1.0, float("nan"), float("inf")])
+def test_a_wrong_theta_gets_a_sentence(theta):
+    with pytest.raises(ValueError, match="^rope: theta must be finite and greater than 0, got"):
+        REGISTRY["rope"].array(np.ones((2, 4)), np.zeros(2, int), theta=theta)
+
+
+@pytest.mark.parametrize("eps", [-1e-5, float("nan"), float("inf")])
+@pytest.mark.parametrize("name, gains", [("layer_norm", 2), ("rms_norm", 1)])
+def test_a_wrong_eps_gets_a_sentence(name, gains, eps):
+    with pytest.raises(ValueError, match=f"^{name}: eps must be finite and at least 0, got"):
+        REGISTRY[name].array(ONE, *[np.ones(3)] * gains, eps=eps)
+
+
+@pytest.mark.parametrize("rows, columns, shape, error, words", [
+    ([0.0, 1.0], [0, 1, 2], (2, 3), TypeError, "axis 0 must be integers, got float64"),
+    ([0, -1], [0, 1, 2], (2, 3), ValueError, "axis 0 must be at least 0, got -1 to 0"),
+    ([0, 1], [0, 1, 3], (2, 3), ValueError, r"axis 1 must be in \[0, 3\), got 0 to 3"),
+    ([0, 1], [-1, 1, 2], (2, 3), ValueError, r"axis 1 must be in \[0, 3\), got -1 to 2")])
+def test_coordinates_outside_the_global_shape_get_a_sentence(rows, columns, shape, error, words):
+    with pytest.raises(error, match=f"^dropout: the coordinates along {words}"):
+        REGISTRY["dropout"].array(ONE, np.array(rows), np.array(columns), rate=0.5, shape=shape)
+    REGISTRY["dropout"].array(ONE, np.array([0, 99]), np.arange(3), rate=0.5, shape=(2, 3))     # samples have no end
+
+
+@pytest.mark.parametrize("dtype", ["float16", "longdouble", "complex128", "complex64"])
+def test_floats_of_other_sizes_get_a_sentence(dtype):
+    x = np.ones(3, dtype)
+    with pytest.raises(TypeError, match=f"^add: argument 0 is {x.dtype}: it must be float64 or float32"):
+        add(Tensor(x), Tensor(x))

@@ -4,6 +4,7 @@ import pytest
 
 from refimpl.check import check_vjp
 from refimpl.ops import depthwise_conv, fft_conv
+from refimpl.ops.conv import smooth
 from refimpl.rng import draw
 
 
@@ -93,3 +94,12 @@ def test_check_catches_a_causal_gradient():
 
     with pytest.raises(AssertionError, match="argument 0"):
         check_vjp(wrong, draw("x", (2, 5, 3)), draw("k", (5, 3)))
+
+
+@pytest.mark.parametrize("T", [5, 61, 127])
+def test_fft_lengths_have_small_factors_only(T):
+    """2T - 1 leaves no room to wrap round; a prime length would be slow."""
+    n = smooth(2 * T - 1)
+    assert 2 * T - 1 <= n < 1.2 * 2 * T and 2 ** 30 * 3 ** 20 * 5 ** 20 % n == 0
+    x, k = draw("x", (1, T, 2)), draw("k", (T, 2))
+    np.testing.assert_allclose(fft_conv.array(x, k)[0], direct(x, k), rtol=0, atol=1e-13)

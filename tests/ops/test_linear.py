@@ -1,5 +1,6 @@
 """Localises swapped axes and missing sums over leading axes in the linear layer, and products that Count cannot see."""
 import ast
+import math
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 import refimpl.ops
 from refimpl.autograd import Count
 from refimpl.check import check_vjp
-from refimpl.ops import linear
+from refimpl.ops import add, layer_norm, linear, mean, rms_norm, sum
+from refimpl.ops.linear import column_dot, column_sum
 from refimpl.rng import draw
 
 X, W, B = np.array([[[1.0, 2]], [[3, 4]]]), np.array([[1.0, 0, 2], [0, 1, 3]]), np.array([100.0, 200, 300])
@@ -46,7 +48,7 @@ def test_shapes_that_do_not_fit_are_named(x, w, b):
 def test_every_product_is_counted():
     with Count() as count:
         linear.array(X, W, B)[1](np.ones((2, 1, 3)))
-    assert sum(count.flops.values()) == 3 * 2 * (2 * 2 * 3)         # y, dx and dw: 2mnk each
+    assert math.fsum(count.flops.values()) == 3 * 2 * (2 * 2 * 3)         # y, dx and dw: 2mnk each
 
 
 def test_ops_multiply_matrices_nowhere_else():
@@ -70,3 +72,35 @@ def test_check_catches_the_usual_mistakes():
                             (variant(db=lambda dy: dy.sum(axis=1)), 2), (variant(db=lambda dy: None), 2)]:
         with pytest.raises(AssertionError, match=f"argument {argument}"):
             check_vjp(wrong, x, w, b)
+
+
+N = 100_000
+
+
+def off(got, exact):
+    """The largest relative error."""
+    return float(np.abs(got / exact - 1).max())
+
+
+def test_float32_sums_over_many_rows_keep_their_digits():
+    """Added up one by one the rows are off by 1e-5; by blocks, by less than 1e-6."""
+    x, dy = (1 + draw(name, (N, 3), dtype="float32") for name in ("x", "dy"))
+    one, exact = np.ones(3, np.float32), dy.sum(axis=0, dtype=np.float64)
+    _, db = linear.array(x, np.eye(3, dtype=np.float32), one)[1](dy)[1:]
+    _, dg, db_of_norm = layer_norm.array(x, one, one)[1](dy)
+    dw = rms_norm.array(x, one)[1](dy)[1]
+    xhat = rms_norm.array(x, one)[0].astype(np.float64)
+    assert db.dtype == dg.dtype == dw.dtype == np.float32
+    assert off(db, exact) < 1e-6 and off(db_of_norm, exact) < 1e-6 and off(dw, (xhat * dy).sum(axis=0)) < 1e-6
+    assert off(sum.array(dy, axis=0)[0], exact) < 1e-6
+    assert off(sum.array(dy.reshape(100, -1, 3), axis=(0, 1), keepdims=True)[0], exact) < 1e-6
+    assert off(mean.array(dy, axis=0)[0], exact / N) < 1e-6
+    assert off(add.array(dy, one)[1](dy)[1], exact) < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (1, 3), (255, 3), (256, 3), (257, 3), (2, 300, 3), (70_000, 1), (300, 0), (3,)])
+def test_sums_by_blocks_leave_out_no_row(shape):
+    a, b = draw("a", shape), draw("b", shape)
+    leading = tuple(range(a.ndim - 1))
+    np.testing.assert_allclose(column_sum(a), a.sum(axis=leading), rtol=0, atol=1e-11)
+    np.testing.assert_allclose(column_dot(a, b), (a * b).sum(axis=leading), rtol=0, atol=1e-11)

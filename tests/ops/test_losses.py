@@ -132,3 +132,16 @@ def test_check_catches_dropped_terms():
                    lambda dx, p, dy: dx + p * dy * np.array([[0], [1], [0]])):  # an ignored row takes part
         with pytest.raises(AssertionError, match="argument 0"):
             check_vjp(variant(change), logits, targets)
+
+
+@pytest.mark.parametrize("over", ["all", "others"])
+def test_one_class_costs_nothing_however_it_is_smoothed(over):
+    """There are no others to give α to: the target keeps all."""
+    (y, _), vjp = cross_entropy.array(np.array([[2.0], [-3.0]]), np.zeros(2, int), smoothing=0.1, smoothing_over=over)
+    assert y == 0 and vjp(np.array(1.0))[0] == pytest.approx(np.zeros((2, 1)), abs=1e-16)
+
+
+@pytest.mark.parametrize("z_loss", [-1e-4, float("nan"), float("inf")])
+def test_a_wrong_z_loss_gets_a_sentence(z_loss):
+    with pytest.raises(ValueError, match="^cross_entropy: z_loss must be finite and at least 0, got"):
+        cross_entropy.array(np.zeros((2, 3)), np.zeros(2, int), z_loss=z_loss)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from refimpl.autograd import Count
+from refimpl.autograd.op import stack
 from refimpl.check import check_vjp
 from refimpl.ops import einsum, matmul
 from refimpl.rng import draw
@@ -88,3 +89,26 @@ def test_check_catches_an_operand_that_is_not_transposed():
 
     with pytest.raises(AssertionError, match="argument 0"):
         check_vjp(wrong, draw("a", (3, 3)), draw("b", (3, 3)))
+
+
+@pytest.mark.parametrize("a, b", [((64, 4, 8), (8, 16)), ((4, 8), (64, 8, 16)), ((2, 32, 4, 8), (8, 16)),
+                                  ((4, 8), (9, 1, 8, 3))])
+def test_a_matrix_against_a_batch_has_its_gradient_from_one_product(a, b):
+    """Not from one a batch entry, [batch, D, M], and a sum."""
+    a, b = draw("a", a), draw("b", b)
+    y, vjp = matmul.array(a, b)
+    products = []
+
+    def seen(op, run, *arrays, **static):
+        out = run(*arrays, **static)
+        products.append(out[0].shape)
+        return out
+    stack.frames.append(type("Frame", (), {"call": staticmethod(seen)})())
+    try:
+        da, db = vjp(y)
+    finally:
+        stack.frames.pop()
+    matrix = a if a.ndim == 2 else b
+    assert sorted(matrix.shape) in map(sorted, products)
+    assert da.shape == a.shape and db.shape == b.shape
+    check_vjp(matmul, a, b)

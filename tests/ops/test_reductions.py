@@ -88,3 +88,8 @@ def test_check_catches_the_full_gradient_for_each_tie_and_the_forward_cumsum():
     for wrong in (undivided, forward):
         with pytest.raises(AssertionError, match="argument 0"):
             check_vjp(wrong, X)
+
+
+def test_norm_of_squares_that_underflow_is_0_with_gradient_0():
+    y, vjp = norm.array(np.array([1e-25, 1e-25], np.float32))
+    assert y == 0 and vjp(np.float32(1)).tolist() == [0, 0]

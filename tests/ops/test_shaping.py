@@ -75,6 +75,10 @@ def test_repeat_repeats_each_and_never_tiles():
     assert repeat.array(np.array([[0.0], [1]]), times=2, axis=0)[0].tolist() == [[0], [0], [1], [1]]
 
 
+def test_stop_gradient_stops_an_infinite_gradient():
+    assert stop_gradient.array(np.ones(2))[1](np.array([np.inf, np.nan])).tolist() == [0, 0]
+
+
 def test_stop_gradient_passes_the_value_and_nothing_back():
     """d/dx x·stop(x) is x, not 2x."""
     value, grads = value_and_grad(lambda p: mul(p["x"], stop_gradient(p["x"])), {"x": Tensor(np.array(3.0))})

@@ -74,7 +74,8 @@ def cross_entropy(logits, targets, ignore_index=-100, smoothing=0.0, smoothing_o
         y = F.cross_entropy(flat, ids, ignore_index=ignore_index, label_smoothing=smoothing, reduction="sum")
     else:
         hot = F.one_hot(ids[valid], flat.shape[1]).to(flat.dtype)
-        probabilities = hot * (1 - smoothing) + (1 - hot) * smoothing / (flat.shape[1] - 1)
+        others = (1 - hot) * smoothing / max(flat.shape[1] - 1, 1)
+        probabilities = hot * (1 - smoothing) + others if flat.shape[1] > 1 else hot
         y = F.cross_entropy(flat[valid], probabilities, reduction="sum")
     return y + z_loss * (torch.logsumexp(flat[valid], -1) ** 2).sum(), valid.sum()
 
