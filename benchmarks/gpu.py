@@ -149,8 +149,8 @@ def measure(xp: ModuleType, row: Row, rounds: int) -> tuple[Measured, Measured]:
 
 def line(name: str, m: Measured, bandwidth: float, speed: float) -> str:
     low, median, high = m.seconds
-    moved = f"{m.nbytes / median / 1e9:10.1f}{m.nbytes / median / bandwidth:9.2f}" if m.nbytes else f"{'view':>10}{'':9}"
-    products = f"{m.flops / median / 1e12:10.3f}{m.flops / median / speed:11.2f}" if m.flops else ""
+    moved = f"{m.nbytes / median / 1e9:10.3g}{m.nbytes / median / bandwidth:9.2f}" if m.nbytes else f"{'view':>10}{'':9}"
+    products = f"{m.flops / median / 1e12:10.3g}{m.flops / median / speed:11.2f}" if m.flops else ""
     return f"{name:22}{median * 1e3:10.3f}{low * 1e3:10.3f} -{high * 1e3:9.3f}{moved}{products}"
 
 
