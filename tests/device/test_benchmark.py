@@ -15,7 +15,7 @@ def test_it_runs_on_numpy_and_counts_bytes_and_flops():
     assert done.returncode == 0 and not done.stderr, done.stderr
     lines = done.stdout.splitlines()
     assert sum("measured ceilings: copy" in line for line in lines) == 2, "float32 and float64"
-    rows = {line[:22].strip(): line[22:].replace("-", " ").split() for line in lines if line[22:32].strip()[:1].isdigit()}
+    rows = {line[:22].strip(): line[22:].replace(" -", " ").split() for line in lines if line[22:32].strip()[:1].isdigit()}
     assert len(rows) == 2 * 18
     for name, (ms, low, high, bandwidth, *_) in rows.items():
         assert 0 <= float(low) <= float(ms) <= float(high), name
