@@ -16,7 +16,7 @@ import pytest
 from refimpl.comm import Comm, Mesh, run_threads, world
 from refimpl.comm.launch import launcher, set_blas_threads
 
-THREAD_SIZES = (1, 2, 3, 4, 8)
+THREAD_SIZES = (1, 2, 3, 4, 5, 6, 7, 8)
 PATIENCE = 20.0                                         # seconds from one rank's failure to the end of the run
 WORLD = world() if launcher() else None
 APART = WORLD.raw.Dup() if WORLD is not None else None

@@ -188,7 +188,7 @@ WRONG = {
     "axis": (lambda c: c.all_gather(np.zeros((2, 2)), 2), ValueError, r"there is no axis 2 in an array of shape \(2, 2\)"),
     "no axis": (lambda c: c.reduce_scatter(np.array(1.0), 0), ValueError, r"there is no axis 0 in an array of shape \(\)"),
     "root": (lambda c: c.broadcast(np.zeros(2), c.size), ValueError, "the root . is not one of . ranks"),
-    "shares": (lambda c: c.reduce_scatter(np.zeros(5), 0, [1] * c.size), ValueError,
+    "shares": (lambda c: c.reduce_scatter(np.zeros(5), 0, [2] * c.size), ValueError,
                "reduce_scatter over world: the shares .* of . ranks do not add up to 5 along axis 0"),
     "negative share": (lambda c: c.reduce_scatter(np.zeros(1), 0, [2, -1] + [0] * (c.size - 2)), ValueError,
                        "do not add up to 1"),
