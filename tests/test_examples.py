@@ -2,6 +2,7 @@
 
 Every script in mpi_examples/ runs in processes of its own, in a foreign directory, with a time limit that is a failure.
 """
+import importlib.util
 import os
 import re
 import signal
@@ -74,7 +75,7 @@ def mpi_is_missing() -> str:
         mpirun_command(2)
     except CommError as error:
         return str(error)
-    probe = subprocess.run([sys.executable, "-c", "from refimpl.comm.mpi import load_mpi; load_mpi()"], capture_output=True,
+    probe = subprocess.run([sys.executable, "-c", "from refimpl.comm.library import load_mpi; load_mpi()"], capture_output=True,
                            text=True, stdin=subprocess.DEVNULL, timeout=LIMIT)
     return probe.stderr.strip().splitlines()[-1] if probe.returncode else ""
 
@@ -124,6 +125,16 @@ def test_mistake_in_the_core_is_noticed(script, tmp_path):
     (tmp_path / "mistakes.py").write_text(MISTAKES)
     done = finish(start("threads", 4, "mistakes.py", script), tmp_path, SOON)
     assert done.returncode != 0 and "AssertionError" in done.stderr and "\nOK" not in done.stdout
+
+
+def test_traffic_is_drawn_where_matplotlib_is(tmp_path):
+    script = next(path for path in EXAMPLES if "traffic" in path.name)
+    done = finish([*start("threads", 2, script), "--plot", "runs/traffic.png"], tmp_path)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "runs" / "traffic.png").stat().st_size > 5000
+    else:
+        assert "no picture: pip install" in done.stdout
 
 
 @pytest.mark.parametrize("n", [2, 4])

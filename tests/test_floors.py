@@ -10,7 +10,7 @@ ROOT = Path(refimpl.__file__).parent
 FLOORS = [{"array", "rng", "tensorfile", "xptable"}, {"autograd"}, {"comm", "text", "ops"}, {"check", "cases", "parallel"},
           {"models"}, {"weights", "train", "generate"}, {"golden", "analysis"}, {"commands", "__main__"}]
 REQUIRED = {"numpy"}
-ELSEWHERE = {"mpi4py": {"comm/mpi.py"}, "threadpoolctl": {"comm/launch.py", "commands/doctor.py"}, "tqdm": {"train/loop.py"},
+ELSEWHERE = {"mpi4py": {"comm/library.py"}, "threadpoolctl": {"comm/launch.py", "commands/doctor.py"}, "tqdm": {"train/loop.py"},
              "matplotlib": {"commands/demo.py"}, "cupy": {"array.py"}}
 
 

@@ -1,6 +1,9 @@
-"""Communication: read base.py (the interface), threads.py, mpi.py, ending.py, then mesh.py, ledger.py,
-launch.py and paper.py (a mesh that is not running)."""
-from refimpl.comm.base import Comm, CommError, SerialComm, shares
+"""Communication: read base.py (the interface), threads.py and mpi.py, then mesh.py, ledger.py and launch.py.
+
+What ends all ranks together: verdict.py (the sentence), watch.py, links.py, ending.py.  paper.py: a mesh that is not running.
+"""
+from refimpl.comm.arguments import CommError, shares
+from refimpl.comm.base import Comm, SerialComm
 from refimpl.comm.launch import launch, local_rank, world
 from refimpl.comm.ledger import Ledger, Total
 from refimpl.comm.mesh import AXES, Mesh

@@ -1,119 +1,198 @@
 """The one interface of all communicators, and the serial one.
 
-A communicator joins the ranks along one or more mesh axes and knows their names.  The methods here check their arguments,
-let the ranks agree on what they are about to do, count in the ledger, and are seams, so that recorders see what travels;
-a backend supplies `_all_reduce` and its kin for contiguous host arrays; an array on a device travels by way of the host,
-which waits until the device has made it.  Arguments are never written to; results are new arrays, except on one rank,
-where every collective is the identity.
+A communicator joins the ranks along one or more mesh axes and knows their names.  The methods here check their arguments
+(arguments.py), let the ranks agree on what they are about to do, count in the ledger, and are seams, so that recorders see
+what travels; a backend supplies `_all_reduce` and its kin for contiguous host arrays; an array on a device travels by way
+of the host, which waits until the device has made it.  Arguments are never written to; results are new arrays, except on
+one rank, where every collective is the identity.
 """
+import copy
 import time
-from contextlib import contextmanager
-from typing import Any, Callable, Iterator, Sequence, TypeVar
+from functools import wraps
+from typing import Any, Callable, Sequence, TypeVar
 
 import numpy as np
 
 from refimpl.array import Array, to_host, xp_of
 from refimpl.autograd import seam, stack
+from refimpl.comm.arguments import (CommError, Pairs, axis_of, check_array, check_pairs, check_rank, check_reduction, form,
+                                    shares_of, sizes_of, table_of, widened)
 from refimpl.comm.ledger import Key, Ledger
+from refimpl.comm.transfer import Arrived, Moving, Transfer
 
-REDUCTIONS = ("sum", "max")
 T = TypeVar("T")
 
 
-class CommError(RuntimeError):
-    """Ranks that do not agree on a collective, or a rank that will never come."""
-
-
-def shares(n: int, parts: int) -> tuple[int, ...]:
-    """`n` in `parts` shares that differ by at most one, the larger ones first.
-
-    >>> shares(7, 3)
-    (3, 2, 2)
-    """
-    return tuple(n // parts + (r < n % parts) for r in range(parts))
+def collective(method: Callable) -> Any:
+    """A seam in which wrong arguments are an error on every rank, also where a rank's own were right."""
+    @seam
+    @wraps(method)
+    def call(self: "Comm", *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except (TypeError, ValueError) as error:
+            sentence = f"{method.__name__} over {self.name}: {error}"
+            try:
+                self.agree(sentence, patience=5.0)
+            except CommError as shared:
+                raise shared from None
+            raise type(error)(sentence) from None
+    return call
 
 
 class Comm:
     """`size` ranks along the mesh axes `axes`; this one is `rank`.
+
+    order   "any": sums as the backend likes; "fixed": in the order of the ranks, the same bits under every backend
 
     Errors, on every rank: TypeError or ValueError where all ranks give the same wrong arguments, CommError where the
     ranks differ in operation, shape, dtype or other arguments, or where one of them does not come.
     """
 
     def __init__(self, rank: int, size: int, axes: tuple[str, ...], ledger: Ledger | None = None) -> None:
-        self.rank, self.size, self.axes = rank, size, axes
+        self.rank, self.size, self.axes, self.name, self.order = rank, size, axes, "+".join(axes), "any"
         self.ledger = ledger if ledger is not None else Ledger()
 
-    @property
-    def name(self) -> str:
-        return "+".join(self.axes)
+    def fixed_order(self: T) -> T:
+        """The same ranks, whose sums (and whose sub-communicators' sums) are made in the order of the ranks.
 
-    @seam
+        Chunks change places (all_to_all), each rank sums its own in rank order, all_gather: as much travels as in a ring.
+        """
+        comm = copy.copy(self)
+        comm.order = "fixed"                            # type: ignore[attr-defined]
+        return comm
+
+    @collective
     def all_reduce(self, x: Array, how: str = "sum") -> Array:
         """The sum (or max) over ranks of x, on every rank.  Shapes: x[...] -> y[...], equal on all ranks."""
-        with self.arguments("all_reduce"):
-            self.check(x)
-            check_reduction(x, how)
+        check_array(x)
+        check_reduction(x, how)
         if self.size == 1:
             return x
-        return self.run("all_reduce", f"{how} of {form(x)}", widened(x), how).astype(x.dtype, copy=False)
+        y = self.run("all_reduce", lambda: f"{how} of {form(x)}", widened(x), how)
+        return y if y.dtype == x.dtype else y.astype(x.dtype)
 
-    @seam
+    @collective
+    def reduce(self, x: Array, root: int = 0) -> Array:
+        """The sum over ranks of x, on rank `root`; zeros on the others.  Shapes: x[...] -> y[...], equal on all ranks."""
+        check_array(x)
+        check_reduction(x)
+        check_rank(root, self.size)
+        if self.size == 1:
+            return x
+        return self.run("reduce", lambda: f"sum of {form(x)} on rank {root}", widened(x), root).astype(x.dtype, copy=False)
+
+    @collective
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int] | None = None) -> Array:
         """The ranks' arrays joined along `axis`, on every rank.
 
         Shapes: x[.., n_r, ..] -> y[.., n_0 + n_1 + .., ..].  `sizes` are the n_r where they are not all equal.
         """
-        with self.arguments("all_gather"):
-            self.check(x)
-            axis = axis_of(x, axis)
-            sizes = (x.shape[axis],) * self.size if sizes is None else tuple(map(int, sizes))
-            if len(sizes) != self.size or sizes[self.rank] != x.shape[axis]:
-                raise ValueError(f"rank {self.rank} of {self.size} holds {x.shape[axis]} along axis {axis}, sizes say {sizes}")
+        check_array(x)
+        axis = axis_of(x, axis)
+        n = sizes_of(x, axis, sizes, self.rank, self.size)
         if self.size == 1:
             return x
-        y = self.run("all_gather", f"{form(x, axis)}, sizes {sizes}", np.moveaxis(to_host(x), axis, 0), sizes)
-        return xp_of(x).asarray(np.moveaxis(y, 0, axis))        # backends join along axis 0
+        if axis == 0:
+            return self.run("all_gather", lambda: f"{form(x, 0)}, sizes {n}", x, n)
+        rows = np.moveaxis(to_host(x), axis, 0)         # backends join along axis 0
+        y = self.run("all_gather", lambda: f"{form(x, axis)} along axis {axis}, sizes {n}", rows, n)
+        return xp_of(x).asarray(np.moveaxis(y, 0, axis))
 
-    @seam
+    @collective
     def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int] | None = None) -> Array:
         """The sum over ranks of x, cut along `axis`: every rank gets its share.
 
         Shapes: x[.., n, ..] -> y[.., n_r, ..].  `sizes` are the shares n_r; default `shares(n, size)`.
         """
-        with self.arguments("reduce_scatter"):
-            self.check(x)
-            check_reduction(x, "sum")
-            axis = axis_of(x, axis)
-            sizes = shares(x.shape[axis], self.size) if sizes is None else tuple(map(int, sizes))
-            if len(sizes) != self.size or sum(sizes) != x.shape[axis] or min(sizes) < 0:
-                raise ValueError(f"the shares {sizes} of {self.size} ranks do not add up to {x.shape[axis]} along axis {axis}")
+        check_array(x)
+        check_reduction(x)
+        axis = axis_of(x, axis)
+        n = shares_of(x, axis, sizes, self.size)
         if self.size == 1:
             return x
-        y = self.run("reduce_scatter", f"{form(x)} along axis {axis}, shares {sizes}",
-                     np.moveaxis(to_host(widened(x)), axis, 0), sizes)
+        rows = np.moveaxis(to_host(widened(x)), axis, 0)
+        y = self.run("reduce_scatter", lambda: f"{form(x)} along axis {axis}, shares {n}", rows, n)
         return xp_of(x).asarray(np.moveaxis(y, 0, axis).astype(x.dtype, copy=False))
 
-    @seam
+    @collective
+    def all_to_all(self, x: Array, counts: Any) -> Array:
+        """Every rank's rows, each to the rank that it is for.
+
+        `counts[source][target]` is how many rows go where, the same table on every rank (None: equal shares of equal n).
+        Shapes: x[n_r, ...] -> y[m_r, ...]: n_r is the sum of row r, m_r of column r.  The rows of x lie in the order of
+        their targets, those of y in the order of their sources.
+        """
+        check_array(x)
+        table = table_of(x, counts, self.rank, self.size)
+        if self.size == 1:
+            return x
+        return self.run("all_to_all", lambda: f"{form(x, 0)}, counts {table.tolist()}", x, table)
+
+    @collective
     def broadcast(self, x: Array, root: int = 0) -> Array:
         """Rank `root`'s x, on every rank.  Shapes: equal on all ranks; the others' x gives shape and dtype only."""
-        with self.arguments("broadcast"):
-            self.check(x)
-            if not 0 <= root < self.size:
-                raise ValueError(f"the root {root} is not one of {self.size} ranks")
-        return x if self.size == 1 else self.run("broadcast", f"{form(x)} from rank {root}", x, root)
+        check_array(x)
+        check_rank(root, self.size)
+        return x if self.size == 1 else self.run("broadcast", lambda: f"{form(x)} from rank {root}", x, root)
 
-    @seam
+    @collective
     def barrier(self) -> None:
         """Return when every rank has come here."""
         if self.size > 1:
-            self._agree(f"barrier over {self.name}")
-            self._barrier()
+            self._enter(lambda: f"barrier over {self.name}")
+            try:
+                self._barrier()
+            finally:
+                self._leave()
 
-    def agree(self, claim: str) -> None:
+    def permute(self, x: Array, pairs: Pairs, sizes: Sequence[int] | None = None) -> Array | None:
+        """Rank `source`'s x on rank `target`, for each (source, target) of `pairs`; None on a rank that is no target.
+
+        Shapes: x[n_r, ...] -> y[n_source, ...].  `sizes` are the n_r of all ranks where they are not equal.  No rank
+        sends, or is sent to, twice.  All ranks call it.  JAX: `ppermute`
+        """
+        return self.start_permute(x, pairs, sizes).wait()
+
+    def ring(self, x: Array, shift: int = 1, sizes: Sequence[int] | None = None) -> Array:
+        """The x of rank `rank - shift`: every rank sends to rank + shift, round the ring.  Shapes: see `permute`."""
+        return self.start_ring(x, shift, sizes).wait()
+
+    def start_ring(self, x: Array, shift: int = 1, sizes: Sequence[int] | None = None) -> Transfer:
+        """`ring`, of which the result can be waited for later."""
+        return self.start_permute(x, tuple((r, (r + shift) % self.size) for r in range(self.size)), sizes)
+
+    @collective
+    def start_permute(self, x: Array, pairs: Pairs, sizes: Sequence[int] | None = None) -> Transfer:
+        """`permute`, of which the result can be waited for later.  x must not change until then."""
+        check_array(x)
+        pairs = check_pairs(pairs, self.size)
+        axis_of(x, 0)
+        n = sizes_of(x, 0, sizes, self.rank, self.size)
+        target, source = dict(pairs).get(self.rank), {t: s for s, t in pairs}.get(self.rank)
+        if self.size == 1:
+            return Transfer(Arrived(None if source is None else x), contiguous(x))
+        sent = x.size if target not in (None, self.rank) else 0
+        return self.start("permute", lambda: f"{form(x, 0)}, pairs {pairs}, sizes {n}", x,
+                          source, target, n, payload=sent, wire=sent)
+
+    @collective
+    def start_all_reduce(self, x: Array, how: str = "sum") -> Transfer:
+        """`all_reduce`, of which the result can be waited for later.  x must not change until then."""
+        check_array(x)
+        check_reduction(x, how)
+        if self.size == 1:
+            return Transfer(Arrived(x), contiguous(x))
+        return self.start("all_reduce", lambda: f"{how} of {form(x)}", widened(x), how, payload=x.size, dtype=x.dtype)
+
+    def progress(self) -> None:
+        """Move on what `start_...` began, on any communicator of this rank: call it between pieces of a computation."""
+
+    def agree(self, claim: str, patience: float | None = None) -> None:
         """Every rank says what it is about to do, or what it holds: CommError on all ranks where they differ."""
         if self.size > 1:
-            self._agree(claim)
+            self._enter(lambda: claim, patience)
+            self._leave()
 
     def gather_objects(self, text: str) -> list[str]:
         """Every rank's text, on every rank (verdicts, error sentences; travels as bytes)."""
@@ -140,8 +219,9 @@ class Comm:
         """The ranks that differ from this one along the mesh axes `keep` only; `dims` are the mesh's axes and sizes."""
         if self.size == 1:
             return SerialComm(keep, self.ledger)
-        self._agree(f"the making of a communicator over {'+'.join(keep)} of the mesh {dims}")
-        return self._sub(dims, keep)
+        self.agree(f"the making of a communicator over {'+'.join(keep)} of the mesh {dims}")
+        comm = self._sub(dims, keep)
+        return comm.fixed_order() if self.order == "fixed" else comm
 
     def coordinates(self, dims: dict[str, int]) -> dict[str, int]:
         """This rank's place in a mesh of `dims`, whose last axis varies fastest."""
@@ -149,43 +229,53 @@ class Comm:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def arguments(self, operation: str) -> Iterator[None]:
-        """Wrong arguments are an error on every rank, also where a rank's own were right."""
-        try:
-            yield
-        except (TypeError, ValueError) as error:
-            sentence = f"{operation} over {self.name}: {error}"
-            try:
-                if self.size > 1:
-                    self._agree(sentence, patience=5.0)
-            except CommError as shared:
-                raise shared from None
-            raise type(error)(sentence) from None
-
-    def check(self, x: Array) -> None:
-        if not isinstance(x, (np.ndarray, np.generic)) and xp_of(x) is np:
-            raise TypeError(f"takes an array, got {type(x).__name__}: np.asarray a list, give a Tensor's .array")
-        if x.dtype.kind not in "fiub" or not x.dtype.isnative:
-            raise TypeError(f"takes native float, integer or bool arrays, got {x.dtype.str}")
-
-    def run(self, operation: str, what: str, x: Array, *args: Any) -> Array:
+    def run(self, operation: str, what: Callable[[], str], x: Array, *args: Any) -> Array:
         """The backend's `_operation`, once the ranks have agreed on it."""
         start = time.perf_counter()
-        self._agree(f"{operation} over {self.name}: {what}")
-        backend = getattr(self, f"_{operation}")
-        y = backend(np.ascontiguousarray(to_host(x)).reshape(x.shape), *args)   # (ascontiguousarray makes 0-d arrays 1-d)
-        self.ledger.add(Key(self.name, operation, stack.phase), x.size, x.nbytes, time.perf_counter() - start)
-        return xp_of(x).asarray(y)
+        self._enter(lambda: f"{operation} over {self.name}: {what()}{self.in_order(operation)}")
+        try:
+            y = getattr(self, "_" + operation)(contiguous(x), *args)
+        finally:
+            self._leave()
+        self.ledger.totals[Key(self.name, operation, stack.phase)].add(x.size, x.nbytes, time.perf_counter() - start)
+        return y if type(x) is np.ndarray else xp_of(x).asarray(y)
+
+    def start(self, operation: str, what: Callable[[], str], x: Array, *args: Any, payload: int, wire: int = 0,
+              dtype: Any = None) -> Transfer:
+        """The backend's `_start_operation`, once the ranks have agreed on it; what comes becomes `dtype`."""
+        start = time.perf_counter()
+        self._enter(lambda: f"{operation} over {self.name}: {what()}{self.in_order(operation)}")
+        try:
+            sent = contiguous(x)
+            moving = getattr(self, "_start_" + operation)(sent, *args)
+        finally:
+            self._leave()
+        total = self.ledger.totals[Key(self.name, operation, stack.phase)]
+        total.add(payload, payload * x.itemsize, time.perf_counter() - start, wire)
+
+        def result(y: np.ndarray | None) -> Array | None:
+            return None if y is None else xp_of(x).asarray(y if dtype is None else y.astype(dtype, copy=False))
+
+        def spent(seconds: float) -> None:
+            total.seconds += seconds
+        return Transfer(moving, sent, result, spent)
+
+    def in_order(self, operation: str) -> str:
+        return " in rank order" if self.order == "fixed" and "reduce" in operation else ""
 
     # A backend supplies these, for contiguous host arrays, with shares along axis 0, on more than one rank.
-    _agree: Callable[..., None]                         # (claim, patience=seconds)
+    _enter: Callable[..., None]                         # (claim, patience=seconds): where ranks agree, and may wait
+    _leave: Callable[[], None]                          # this rank waits no longer
     _sub: Callable[..., "Comm"]                         # (dims, keep)
     _all_reduce: Callable[..., np.ndarray]              # (x, how)
+    _reduce: Callable[..., np.ndarray]                  # (x, root)
     _all_gather: Callable[..., np.ndarray]              # (x, sizes)
     _reduce_scatter: Callable[..., np.ndarray]          # (x, sizes)
+    _all_to_all: Callable[..., np.ndarray]              # (x, table)
     _broadcast: Callable[..., np.ndarray]               # (x, root)
     _barrier: Callable[[], None]
+    _start_permute: Callable[..., Moving]               # (x, source, target, sizes)
+    _start_all_reduce: Callable[..., Moving]            # (x, how)
 
 
 class SerialComm(Comm):
@@ -195,34 +285,8 @@ class SerialComm(Comm):
         super().__init__(0, 1, axes, ledger)
 
 
-def check_reduction(x: Array, how: str) -> None:
-    if how not in REDUCTIONS:
-        raise ValueError(f"the reduction {how!r} is not one of {', '.join(REDUCTIONS)}")
-    if x.dtype.kind == "b":
-        raise TypeError("MPI neither adds nor compares bool arrays: astype an integer first")
-
-
-def axis_of(x: Array, axis: int) -> int:
-    if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"there is no axis {axis} in an array of shape {tuple(x.shape)}")
-    return axis % x.ndim
-
-
-def widened(x: Array) -> Array:
-    """Half precision is added up in float32, so that the sum is rounded once."""
-    return x.astype(np.float32) if x.dtype == np.float16 else x
-
-
-def form(x: Array, free_axis: int | None = None) -> str:
-    """The dtype and shape as ranks must agree on them: float64[2, *, 3], * where sizes may differ."""
-    return f"{x.dtype}[{', '.join('*' if k == free_axis else str(n) for k, n in enumerate(x.shape))}]"
-
-
-def require_agreement(claims: Sequence[str], ranks: Sequence[int]) -> None:
-    """Error: CommError, where the claims of the ranks differ: who does what, the same sentence on all."""
-    who: dict[str, list[str]] = {}
-    for claim, rank in zip(claims, ranks):
-        who.setdefault(claim, []).append(str(rank))
-    if len(who) > 1:
-        raise CommError("the ranks do not agree on what to do together: " + "; ".join(
-            f"rank {', '.join(members)}: {claim}" for claim, members in who.items()))
+def contiguous(x: Array) -> np.ndarray:
+    """x on the host, in C order (ascontiguousarray makes 0-d arrays 1-d)."""
+    if type(x) is np.ndarray and x.flags.c_contiguous:
+        return x
+    return np.ascontiguousarray(to_host(x)).reshape(x.shape)

@@ -16,10 +16,14 @@ from typing import Any, Callable, NoReturn, Sequence
 
 import numpy as np
 
-from refimpl.comm.base import Comm, CommError, SerialComm
+from refimpl.comm.arguments import CommError
+from refimpl.comm.base import Comm, SerialComm
 from refimpl.comm.ending import INTERRUPTED
-from refimpl.comm.mpi import INSTALL, MpiComm, load_mpi, mpi_world
+from refimpl.comm.library import INSTALL, load_mpi
+from refimpl.comm.mpi import MpiComm
+from refimpl.comm.mpi_world import mpi_world
 from refimpl.comm.threads import run_threads
+from refimpl.comm.verdict import Told
 
 SIZES = {"PMI_SIZE": "MPICH's or Intel MPI's mpirun", "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
          "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun"}
@@ -48,7 +52,7 @@ def fail(sentence: str, status: int = 1) -> NoReturn:
     if launched_rank():
         time.sleep(2)
     print(sentence, file=sys.stderr, flush=True)
-    sys.exit(status)
+    sys.exit(Told(status))
 
 
 @cache
@@ -124,7 +128,8 @@ def launch(main: Callable[[Comm], Any], ranks: Sequence[int] | None = None, argv
 def mpirun_command(n: int) -> list[str]:
     """The command that starts `n` ranks: the mpirun beside this Python, else the one on PATH.
 
-    Open MPI wants to be told that more ranks than (physical) cores are meant, and that root is.
+    Open MPI wants to be told that more ranks than (physical) cores are meant, and that root is.  MPICH's kills all ranks at
+    once when one is killed: told not to, it lets the others say who waited where (watch.py) before they end.
     Error: CommError where there is no mpirun.
     """
     beside = Path(sys.executable).parent / "mpirun"
@@ -135,6 +140,8 @@ def mpirun_command(n: int) -> list[str]:
     flags = []
     if "Open MPI" in version or "prrte" in version.lower():
         flags = ["--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+    elif "HYDRA" in version:
+        flags = ["-disable-auto-cleanup"]
     return [mpirun, *flags, "-n", str(n)]
 
 

@@ -1,8 +1,10 @@
 """What travelled: calls, payload elements, bytes and seconds of every collective, by mesh axis and phase.
 
 Payload is what a rank hands to the call: all elements of an all_reduce's or reduce_scatter's input, its own share in an
-all_gather.  What an algorithm then puts on the wire (a ring all-reduce: 2(p-1)/p of the payload per rank) is a model, and
-is not counted here.  Nothing travels on a mesh axis of size 1, and nothing is counted.
+all_gather.  What an algorithm of the MPI library then puts on the wire (a ring all-reduce: 2(p-1)/p of the payload per rank)
+is a model, and not counted here.  Wire elements are those that this package itself sends to another rank: permute and ring,
+and so all of algorithms.py.  Nothing travels on a mesh axis of size 1, and nothing is counted.  The seconds are those in
+which a rank could do nothing else: of a transfer under way, its start and what is left to wait.
 """
 from collections import defaultdict
 from dataclasses import dataclass
@@ -21,6 +23,14 @@ class Total:
     elements: int = 0
     bytes: int = 0
     seconds: float = 0.0
+    wire: int = 0
+
+    def add(self, elements: int, nbytes: int, seconds: float, wire: int = 0, calls: int = 1) -> None:
+        self.calls += calls
+        self.elements += elements
+        self.bytes += nbytes
+        self.seconds += seconds
+        self.wire += wire
 
 
 class Ledger:
@@ -29,19 +39,12 @@ class Ledger:
     def __init__(self) -> None:
         self.totals: dict[Key, Total] = defaultdict(Total)
 
-    def add(self, key: Key, elements: int, nbytes: int, seconds: float) -> None:
-        total = self.totals[key]
-        total.calls += 1
-        total.elements += elements
-        total.bytes += nbytes
-        total.seconds += seconds
-
     def total(self, axes: str | None = None, operation: str | None = None, phase: str | None = None) -> Total:
         """The sum of the rows that match; None matches everything."""
         out = Total()
         for key, t in self.totals.items():
             if axes in (None, key.axes) and operation in (None, key.operation) and phase in (None, key.phase):
-                out = Total(out.calls + t.calls, out.elements + t.elements, out.bytes + t.bytes, out.seconds + t.seconds)
+                out.add(t.elements, t.bytes, t.seconds, t.wire, t.calls)
         return out
 
     def clear(self) -> None:

@@ -1,140 +1,236 @@
-"""MpiComm: the collectives by mpi4py, buffer calls only.  This is the one file that imports mpi4py.
+"""MpiComm: the collectives by mpi4py, buffer calls only.
 
 Checked mode (the default): before each collective the ranks exchange a hash of what they are about to do, without
 blocking.  Where they differ, all of them raise the same sentence, instead of hanging or mixing up each other's data.
-While they wait they look out for ranks that have ended (ending.py).
+While they wait they look out for a verdict that the program cannot go on (watch.py).
 """
 import time
-from functools import cache, cached_property
-from typing import Any
+from typing import Any, Callable, Iterator
 
 import numpy as np
 
-from refimpl.comm.base import Comm, CommError, require_agreement
-from refimpl.comm.ending import Ending, end_together
+from refimpl.comm.arguments import CommError, require_agreement, shares
+from refimpl.comm.base import Comm
 from refimpl.comm.ledger import Ledger
+from refimpl.comm.library import load_mpi, maximum
+from refimpl.comm.threads import combine
+from refimpl.comm.transfer import Arrived, Moving
+from refimpl.comm.watch import Doing, Watch
 from refimpl.rng import fnv1a64
 
 CLAIM_BYTES = 512                                       # how much of each rank's claim an error shows
-INSTALL = ("pip install '.[mpi]' in the checkout brings MPICH; for the system's own (MPI=system) apt-get install mpich, or "
-           "openmpi-bin and libopenmpi-dev")
-
-
-def load_mpi() -> Any:
-    """The module mpi4py.MPI.  Error: CommError with what to install."""
-    try:
-        from mpi4py import MPI
-    except ImportError as error:
-        raise CommError(f"mpi4py cannot be imported ({error}): {INSTALL}") from None
-    except RuntimeError as error:                       # the wheel found no MPI library
-        raise CommError(f"no MPI library found ({str(error).splitlines()[0]}): {INSTALL}") from None
-    return MPI
+LARGEST = 2**31 - 1                                     # elements of one message: MPI counts in C ints
 
 
 class MpiComm(Comm):
     """Ranks of an MPI communicator.
 
     checked   exchange a hash of every call before it; as much latency again, so a benchmark may turn it off
-    ending    knows which ranks have ended: a checked call that waits for one of them is an error at once
-    timeout   seconds that a checked call waits for the other ranks before it is an error
+    watch     hears of ranks that fail, end or die, and says where this one waits
+    largest   elements of one message; what is larger travels in pieces
     """
 
     def __init__(self, raw: Any, axes: tuple[str, ...] = ("world",), ledger: Ledger | None = None, checked: bool = True,
-                 ending: Ending | None = None, timeout: float = 300.0) -> None:
+                 watch: Watch | None = None, largest: int = LARGEST) -> None:
         super().__init__(raw.Get_rank(), raw.Get_size(), axes, ledger)
-        self.raw, self.MPI, self.checked, self.ending, self.timeout = raw, load_mpi(), checked, ending, timeout
+        self.raw, self.MPI, self.checked, self.watch, self.largest = raw, load_mpi(), checked, watch, largest
         self.subs: dict[Any, MpiComm] = {}              # MPI has a limited number of communicators: none is made twice
+        self.under_way: list[Requests] = []             # shared with the sub-communicators
+        group, world = raw.Get_group(), self.MPI.COMM_WORLD.Get_group()
+        self.members = tuple(self.MPI.Group.Translate_ranks(group, list(range(self.size)), world))  # numbers in the world
+        self.group = f"{self.name}:{','.join(map(str, self.members))}"
 
-    def _agree(self, claim: str, patience: float | None = None) -> None:
-        if not self.checked:
-            return
-        if self.ending:
-            self.ending.met[self.world_ranks] += 1
+    # -- the ranks agree ---------------------------------------------------------------------------------------
+
+    def _enter(self, claim: Callable[[], str], patience: float | None = None) -> None:
+        if self.watch:
+            self.watch.enter(self.group, self.members, claim, self.checked)
+        if self.checked:
+            self.compare(claim(), patience)
+
+    def _leave(self) -> None:
+        if self.watch:
+            self.watch.leave()
+
+    def compare(self, claim: str, patience: float | None) -> None:
         mine, hashes = np.array([fnv1a64(claim)], np.uint64), np.empty(self.size, np.uint64)
-        self.wait(self.raw.Iallgather(mine, hashes), claim, patience or self.timeout)
+        request, start = self.raw.Iallgather(mine, hashes), time.monotonic()
+        while not request.Test():                       # the other ranks may need this core, or never come
+            waited = time.monotonic() - start
+            if self.watch:
+                self.watch.require_hope()
+            if patience and waited > patience:
+                raise CommError(f"rank {self.members[self.rank]} waited {patience:g} s for the others: {claim}")
+            if waited > 1e-4:
+                time.sleep(1e-6 if waited < 1e-2 else 1e-4)
         if (hashes != hashes[0]).any():                 # on all ranks, or on none
             text = np.zeros(CLAIM_BYTES, np.uint8)
             raw = claim.encode()[:CLAIM_BYTES]
             text[:len(raw)] = np.frombuffer(raw, np.uint8)
             texts = np.empty((self.size, CLAIM_BYTES), np.uint8)
             self.raw.Allgather(text, texts)
-            claims = [t.tobytes().rstrip(b"\0").decode(errors="ignore") for t in texts]
-            require_agreement(claims, self.world_ranks)
-
-    def wait(self, request: Any, claim: str, patience: float) -> None:
-        """Poll: the other ranks may need this core, and one that never comes must become an error."""
-        start = time.monotonic()
-        while not request.Test():
-            waited = time.monotonic() - start
-            if waited > patience:
-                raise CommError(f"rank {self.world_ranks[self.rank]} waited {patience:g} s in {claim}; not all of the ranks "
-                                f"{', '.join(map(str, self.world_ranks))} came")
-            if waited > 1e-2 and self.ending:
-                self.ending.require_hope(self.world_ranks, claim)
-            if waited > 1e-4:
-                time.sleep(1e-6 if waited < 1e-2 else 1e-4)
-
-    @cached_property
-    def world_ranks(self) -> list[int]:
-        """The numbers in the world of this communicator's ranks."""
-        group, world = self.raw.Get_group(), self.MPI.COMM_WORLD.Get_group()
-        return list(self.MPI.Group.Translate_ranks(group, list(range(self.size)), world))
+            require_agreement([t.tobytes().rstrip(b"\0").decode(errors="ignore") for t in texts], self.members)
 
     def _sub(self, dims: dict[str, int], keep: tuple[str, ...]) -> Comm:
         grid, key = tuple(dims.items()), (tuple(dims.items()), keep)
         if grid not in self.subs:
             sizes = tuple(dims.values())
-            raw = self.raw.Create_cart(sizes, periods=[False] * len(sizes), reorder=False)
-            self.subs[grid] = MpiComm(raw, tuple(dims), self.ledger, self.checked, self.ending, self.timeout)
+            self.subs[grid] = self.like(self.raw.Create_cart(sizes, periods=[False] * len(sizes), reorder=False), tuple(dims))
         if key not in self.subs:
-            raw = self.subs[grid].raw.Sub([axis in keep for axis in dims])
-            self.subs[key] = MpiComm(raw, keep, self.ledger, self.checked, self.ending, self.timeout)
+            self.subs[key] = self.like(self.subs[grid].raw.Sub([axis in keep for axis in dims]), keep)
         return self.subs[key]
 
+    def like(self, raw: Any, axes: tuple[str, ...]) -> "MpiComm":
+        comm = MpiComm(raw, axes, self.ledger, self.checked, self.watch, self.largest)
+        comm.under_way = self.under_way
+        return comm
+
+    # -- the collectives ---------------------------------------------------------------------------------------
+
     def _all_reduce(self, x: np.ndarray, how: str) -> np.ndarray:
+        if self.order == "fixed":
+            n = shares(x.size, self.size)
+            mine = self.sum_in_order(x.reshape(-1), n, how)
+            return self._all_gather(mine, n).reshape(x.shape)
         y = np.empty_like(x)
-        if how == "sum":
-            self.raw.Allreduce(x, y, self.MPI.SUM)
-        else:                                           # MPI.MAX may lose a nan: numpy's maximum keeps it
-            op = self.MPI.Op.Create(maximum, commute=True)
-            self.raw.Allreduce(x, y, op)
-            op.Free()
+        if x.size <= self.largest:
+            self.raw.Allreduce(x, y, self.operation(how))
+        else:
+            for part in self.pieces(0, x.size):
+                self.raw.Allreduce(x.reshape(-1)[part], y.reshape(-1)[part], self.operation(how))
+        return y
+
+    def _reduce(self, x: np.ndarray, root: int) -> np.ndarray:
+        if self.order == "fixed":
+            n = tuple(x.size * (r == root) for r in range(self.size))
+            y = self.sum_in_order(x.reshape(-1), n, "sum")
+            return y.reshape(x.shape) if self.rank == root else np.zeros_like(x)
+        y = np.zeros_like(x)
+        for part in self.pieces(0, x.size):
+            self.raw.Reduce(x.reshape(-1)[part], y.reshape(-1)[part], self.MPI.SUM, root)
         return y
 
     def _all_gather(self, x: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
         y = np.empty((sum(sizes), *x.shape[1:]), x.dtype)
-        self.raw.Allgatherv(x, [y, counts(x, sizes)])
+        if y.size > self.largest:
+            flat, ends = y.reshape(-1), self.ends(x, sizes)
+            flat[ends[self.rank]:ends[self.rank + 1]] = x.reshape(-1)
+            for r in range(self.size):
+                for part in self.pieces(ends[r], ends[r + 1]):
+                    self.raw.Bcast(flat[part], r)
+        elif len(set(sizes)) == 1:
+            self.raw.Allgather(x, y)
+        else:
+            self.raw.Allgatherv(x, [y, np.diff(self.ends(x, sizes))])
         return y
 
     def _reduce_scatter(self, x: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
         y = np.empty((sizes[self.rank], *x.shape[1:]), x.dtype)
-        self.raw.Reduce_scatter(x, y, counts(x, sizes), self.MPI.SUM)
+        if self.order == "fixed":
+            y[...] = self.sum_in_order(x, sizes, "sum")
+        elif x.size > self.largest:
+            ends = self.ends(x, sizes)
+            for r in range(self.size):
+                for part in self.pieces(ends[r], ends[r + 1]):
+                    into = y.reshape(-1)[part.start - ends[r]:part.stop - ends[r]] if r == self.rank else None
+                    self.raw.Reduce(x.reshape(-1)[part], into, self.MPI.SUM, r)
+        elif len(set(sizes)) == 1:
+            self.raw.Reduce_scatter_block(x, y, self.MPI.SUM)
+        else:
+            self.raw.Reduce_scatter(x, y, np.diff(self.ends(x, sizes)), self.MPI.SUM)
+        return y
+
+    def _all_to_all(self, x: np.ndarray, table: np.ndarray) -> np.ndarray:
+        mine, theirs = table[self.rank], table[:, self.rank]
+        y = np.empty((theirs.sum(), *x.shape[1:]), x.dtype)
+        out, into = self.ends(x, mine), self.ends(x, theirs)
+        if max(x.size, y.size) <= self.largest:
+            self.raw.Alltoallv([x, np.diff(out), out[:-1]], [y, np.diff(into), into[:-1]])
+            return y
+        for step in range(self.size):                   # in pairs: to the rank `step` further on, from the one as far behind
+            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+            Requests(self, y, self.messages(x, out[to], out[to + 1], to, y, into[source], into[source + 1], source)).wait()
         return y
 
     def _broadcast(self, x: np.ndarray, root: int) -> np.ndarray:
-        y = x.copy()
-        self.raw.Bcast(y, root)
+        y = x.copy() if self.rank == root else np.empty_like(x)
+        for part in self.pieces(0, y.size):
+            self.raw.Bcast(y.reshape(-1)[part], root)
         return y
 
     def _barrier(self) -> None:
-        self.raw.Barrier()
+        if not self.checked:                            # else to agree on it was one
+            self.raw.Barrier()
+
+    def _start_permute(self, x: np.ndarray, source: int | None, target: int | None, sizes: tuple[int, ...]) -> Moving:
+        if source == self.rank:
+            return Arrived(x.copy())
+        y = None if source is None else np.empty((sizes[source], *x.shape[1:]), x.dtype)
+        n = 0 if y is None else y.size
+        return Requests(self, y, self.messages(x, 0, x.size, target, y, 0, n, source))
+
+    def _start_all_reduce(self, x: np.ndarray, how: str) -> Moving:
+        if self.order == "fixed":
+            return Arrived(self._all_reduce(x, how))
+        y = np.empty_like(x)
+        return Requests(self, y, [self.raw.Iallreduce(x.reshape(-1)[part], y.reshape(-1)[part], self.operation(how))
+                                  for part in self.pieces(0, x.size)])
+
+    def progress(self) -> None:
+        """Move on what `start_...` began: MPI moves data only while it is called."""
+        for moving in list(self.under_way):
+            moving.test()
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def sum_in_order(self, x: np.ndarray, sizes: tuple[int, ...], how: str) -> np.ndarray:
+        """This rank's share of the sum of all ranks' x, added up in the order of the ranks."""
+        parts = self._all_to_all(x, np.tile(np.array(sizes, np.int64), (self.size, 1)))
+        return combine(list(parts.reshape(self.size, sizes[self.rank], *x.shape[1:])), how)
+
+    def messages(self, x: np.ndarray, start: int, stop: int, target: int | None,
+                 y: np.ndarray | None, first: int, last: int, source: int | None) -> list[Any]:
+        """Receive elements first..last of y, then (so that nobody waits for a receiver) send start..stop of x."""
+        requests = []
+        if y is not None and source is not None:
+            requests += [self.raw.Irecv(y.reshape(-1)[part], source) for part in self.pieces(first, last)]
+        if target is not None:
+            requests += [self.raw.Isend(x.reshape(-1)[part], target) for part in self.pieces(start, stop)]
+        return requests
+
+    def pieces(self, start: int, stop: int) -> Iterator[slice]:
+        """start..stop, in pieces that one message can hold."""
+        return (slice(a, min(a + self.largest, stop)) for a in range(start, stop, self.largest))
+
+    def ends(self, x: np.ndarray, sizes: Any) -> np.ndarray:
+        """Where each rank's elements begin and end, for rows of x shared out by `sizes`: int64[size + 1]."""
+        row = int(np.prod(x.shape[1:], dtype=np.int64))
+        return np.concatenate([[0], np.cumsum(sizes)]) * row
+
+    def operation(self, how: str) -> Any:
+        return self.MPI.SUM if how == "sum" else maximum(self.MPI)
 
 
-def counts(x: np.ndarray, sizes: tuple[int, ...]) -> list[int]:
-    """Elements per rank, for rows of `x` shared out by `sizes`."""
-    row = int(np.prod(x.shape[1:], dtype=np.int64))
-    return [n * row for n in sizes]
+class Requests:
+    """Moving by MPI requests.  y is what arrives."""
 
+    def __init__(self, comm: MpiComm, y: np.ndarray | None, requests: list[Any]) -> None:
+        self.comm, self.y, self.requests, self.done = comm, y, requests, False
+        comm.under_way.append(self)                     # which keeps the arrays alive, also where nobody waits
 
-def maximum(part: Any, total: Any, datatype: Any) -> None:
-    """The elementwise maximum as an MPI operation on two raw buffers."""
-    into = np.frombuffer(total, datatype.tocode())
-    np.maximum(np.frombuffer(part, datatype.tocode()), into, out=into)
+    def test(self) -> bool:
+        if not self.done and self.comm.MPI.Request.Testall(self.requests):
+            self.done = True
+            self.comm.under_way.remove(self)
+        return self.done
 
-
-@cache
-def mpi_world(checked: bool = True) -> MpiComm:
-    """MPI's world, made once, with the hooks that end all ranks when one fails or ends early (ending.py)."""
-    MPI = load_mpi()
-    ending = end_together(MPI) if MPI.COMM_WORLD.Get_size() > 1 else None
-    return MpiComm(MPI.COMM_WORLD, checked=checked, ending=ending)
+    def wait(self) -> np.ndarray | None:
+        if not self.done:
+            comm = self.comm
+            if comm.watch:
+                what = f"the wait for a transfer over {comm.name}"
+                comm.watch.doing = Doing(comm.group, comm.members, 0, lambda: what, False)
+            comm.MPI.Request.Waitall(self.requests)
+            comm._leave()
+            self.test()
+        return self.y

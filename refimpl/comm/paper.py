@@ -1,7 +1,9 @@
 """Ranks on paper: a mesh that is not running, to ask what a rank would hold and what would travel."""
 import math
+from typing import Callable
 
-from refimpl.comm.base import Comm, CommError
+from refimpl.comm.arguments import CommError
+from refimpl.comm.base import Comm
 from refimpl.comm.mesh import Mesh, parse_dims
 
 
@@ -14,8 +16,8 @@ class PaperComm(Comm):
     def sub(self, dims: dict[str, int], keep: tuple[str, ...]) -> Comm:
         return PaperComm(math.prod(dims[axis] for axis in keep), keep)
 
-    def _agree(self, claim: str, patience: float | None = None) -> None:
-        raise CommError(f"there is nobody to talk to on a mesh on paper: {claim}")
+    def _enter(self, claim: Callable[[], str], patience: float | None = None) -> None:
+        raise CommError(f"there is nobody to talk to on a mesh on paper: {claim()}")
 
 
 def paper_mesh(text: str) -> Mesh:

@@ -1,19 +1,25 @@
 """Ranks as threads of one process: for unit tests, and for running an example where there is no MPI.
 
 `run_threads(4, fn)` calls `fn(comm)` on four threads.  As strict as MPI: messages are copied, ranks that call different
-collectives, or with different shapes, all get the same error; a rank that raises or returns early ends all of them.
-And more: ranks that all wait for one another are found at once, not by a time limit.
+collectives, or with different shapes, all get the same error; a rank that raises or returns early ends all of them.  Sums are
+made in the order of the ranks: the same bits in every run.
 """
 import threading
 import time
+from collections import Counter, defaultdict
 from typing import Any, Callable
 
 import numpy as np
 
-from refimpl.comm.base import Comm, CommError, require_agreement
+from refimpl.comm.arguments import CommError, require_agreement
+from refimpl.comm.base import Comm
 from refimpl.comm.ledger import Ledger
+from refimpl.comm.transfer import Moving
+from refimpl.comm.verdict import DEADLOCK, Fault, Report, failed, place, sentence, stuck
 
 GRACE = 10.0                                            # seconds that the other ranks have to end after a failure
+LOOK = 0.25                                             # seconds between two looks at the clock
+Call = tuple[str, int]                                  # group, and the number of the exchange in that group
 
 
 class World:
@@ -25,54 +31,74 @@ class World:
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout
         self.changed = threading.Condition()
-        self.tables: dict[tuple[int, ...], dict[int, Any]] = {}     # group -> what its ranks have put down so far
-        self.waiting: dict[int, str] = {}                           # rank -> what it is doing
+        self.tables: dict[Call, dict[int, Any]] = defaultdict(dict)     # what the ranks have put down and not all have taken
+        self.left: Counter[Call] = Counter()                        # ranks that have taken theirs
+        self.counts: dict[int, Counter[str]] = defaultdict(Counter)     # rank -> group -> exchanges begun
+        self.reports: dict[int, Report] = {}                        # of the ranks that wait, and those that have ended
+        self.doing: dict[int, str] = {}                             # rank -> what it waits in
+        self.threads: dict[int, int] = {}                           # rank -> its thread
         self.ended: set[int] = set()
-        self.failure: tuple[int, BaseException] | None = None
+        self.failure: tuple[int, BaseException] | None = None        # of the first rank that failed
+        self.fault: Fault | None = None
         self.verdict = ""                                           # why nobody needs to wait any longer
 
-    def exchange(self, group: tuple[int, ...], rank: int, item: Any, doing: str) -> list[Any]:
-        """Each rank of `group` puts an item on their table and takes everybody's, in the group's order."""
+    def put(self, group: str, rank: int, item: Any) -> Call:
+        """`item` on the table of this rank's next exchange in `group`."""
         with self.changed:
-            table = self.tables.setdefault(group, {})
-            table[rank] = item
-            if len(table) == len(group):
-                del self.tables[group]                              # the next round gets a table of its own
-                for r in group:
-                    self.waiting.pop(r, None)
-                self.changed.notify_all()
-            else:
-                self.waiting[rank] = doing
-                deadline = time.monotonic() + self.timeout
-                while len(table) < len(group):
-                    self.require_hope([r for r in group if r not in table], deadline)
-                    self.changed.wait(max(0.0, deadline - time.monotonic()))
-            return [table[r] for r in group]
+            self.counts[rank][group] += 1
+            call = group, self.counts[rank][group]
+            self.tables[call][rank] = item
+            self.changed.notify_all()
+            return call
+
+    def complete(self, call: Call, ranks: tuple[int, ...]) -> bool:
+        return len(self.tables[call]) == len(ranks)
+
+    def take(self, call: Call, ranks: tuple[int, ...], rank: int, doing: str) -> list[Any]:
+        """What the `ranks` put down, in their order, as soon as all have."""
+        with self.changed:
+            deadline = time.monotonic() + self.timeout
+            while not self.complete(call, ranks):
+                self.doing[rank] = doing
+                self.reports[rank] = Report(dict(self.counts[rank]), call[1], call[0], ranks)
+                self.require_hope([r for r in ranks if r not in self.tables[call]], deadline)
+                self.changed.wait(max(0.0, min(LOOK, deadline - time.monotonic())))
+            self.doing.pop(rank, None)
+            self.reports.pop(rank, None)
+            items = [self.tables[call][r] for r in ranks]
+            self.left[call] += 1
+            if self.left[call] == len(ranks):
+                del self.tables[call], self.left[call]
+            return items
 
     def require_hope(self, absent: list[int], deadline: float) -> None:
         """Error: CommError, the same for all who wait, once the absent ranks cannot come any more."""
-        gone = [r for r in absent if r in self.ended]
-        reason = ""
-        if self.failure:
-            rank, error = self.failure
-            reason = f"rank {rank} failed ({type(error).__name__}: {error})"
-        elif gone:
-            reason = f"rank {gone[0]} has ended"
-        elif len(self.waiting) + len(self.ended) == self.size:
-            reason = "the ranks wait for one another"
-        elif time.monotonic() > deadline:
-            reason = f"rank {absent[0]} did not come within {self.timeout:g} s"
-        if reason and not self.verdict:
-            self.verdict = "; ".join([reason, *(f"rank {r} waits in {doing}" for r, doing in sorted(self.waiting.items()))])
+        if not self.fault:
+            gone = [r for r in absent if r in self.ended]
+            if gone:
+                self.fault = Fault(gone[0], "has ended")
+            elif stuck(self.reports):
+                self.fault = DEADLOCK
+            elif time.monotonic() > deadline:
+                self.fault = Fault(absent[0], f"did not come within {self.timeout:g} s")
+        if self.fault and not self.verdict:
+            self.verdict = sentence(self.fault, {r: self.state(r) for r in range(self.size)})
             self.changed.notify_all()
         if self.verdict:
             raise CommError(self.verdict)
 
+    def state(self, rank: int) -> str:
+        if rank in self.ended:
+            return "has ended"
+        where = place(self.threads.get(rank))
+        return f"waits in {self.doing[rank]} ({where})" if rank in self.doing else f"is at {where}"
+
     def end(self, rank: int, error: BaseException | None) -> None:
         with self.changed:
             if error is not None and self.failure is None:
-                self.failure = rank, error
+                self.failure, self.fault = (rank, error), self.fault or failed(rank, error)
             self.ended.add(rank)
+            self.reports[rank] = Report(dict(self.counts[rank]))
             self.changed.notify_all()
 
     def wait_for_all(self) -> None:
@@ -88,13 +114,17 @@ class ThreadComm(Comm):
     def __init__(self, world: World, ranks: tuple[int, ...], rank: int, axes: tuple[str, ...] = ("world",),
                  ledger: Ledger | None = None) -> None:
         super().__init__(rank, len(ranks), axes, ledger)
-        self.world, self.ranks = world, ranks
+        self.world, self.ranks, self.group = world, ranks, f"{'+'.join(axes)}:{','.join(map(str, ranks))}"
 
     def exchange(self, item: Any, doing: str) -> list[Any]:
-        return self.world.exchange(self.ranks, self.ranks[self.rank], item, doing)
+        me = self.ranks[self.rank]
+        return self.world.take(self.world.put(self.group, me, item), self.ranks, me, doing)
 
-    def _agree(self, claim: str, patience: float | None = None) -> None:
-        require_agreement(self.exchange(claim, claim), self.ranks)
+    def _enter(self, claim: Callable[[], str], patience: float | None = None) -> None:
+        require_agreement(self.exchange(claim(), claim()), self.ranks)
+
+    def _leave(self) -> None:
+        """Who waits, and who does not any more, is known to the world."""
 
     def _sub(self, dims: dict[str, int], keep: tuple[str, ...]) -> Comm:
         grid = np.array(self.ranks).reshape(tuple(dims.values()))
@@ -109,6 +139,10 @@ class ThreadComm(Comm):
     def _all_reduce(self, x: np.ndarray, how: str) -> np.ndarray:
         return combine(self.everybodys(x), how)
 
+    def _reduce(self, x: np.ndarray, root: int) -> np.ndarray:
+        parts = self.everybodys(x)
+        return combine(parts, "sum") if self.rank == root else np.zeros_like(x)
+
     def _all_gather(self, x: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
         return np.concatenate(self.everybodys(x))
 
@@ -116,15 +150,44 @@ class ThreadComm(Comm):
         start = sum(sizes[:self.rank])
         return combine([part[start:start + sizes[self.rank]] for part in self.everybodys(x)], "sum")
 
+    def _all_to_all(self, x: np.ndarray, table: np.ndarray) -> np.ndarray:
+        ends = np.cumsum(table, axis=1)[:, self.rank]
+        return np.concatenate([part[end - n:end] for part, end, n in zip(self.everybodys(x), ends, table[:, self.rank])])
+
     def _broadcast(self, x: np.ndarray, root: int) -> np.ndarray:
         return self.everybodys(x)[root].copy()
 
     def _barrier(self) -> None:
         """To agree on the barrier was one."""
 
+    def _start_permute(self, x: np.ndarray, source: int | None, target: int | None, sizes: tuple[int, ...]) -> Moving:
+        def result(parts: list[np.ndarray]) -> np.ndarray | None:
+            return None if source is None else parts[source].copy()
+        return Put(self, x, result)
+
+    def _start_all_reduce(self, x: np.ndarray, how: str) -> Moving:
+        return Put(self, x, lambda parts: combine(parts, how))
+
+
+class Put:
+    """Moving on the world's tables."""
+
+    def __init__(self, comm: ThreadComm, x: np.ndarray, result: Callable[[list[np.ndarray]], Any]) -> None:
+        self.comm, self.result = comm, result
+        self.call = comm.world.put(comm.group, comm.ranks[comm.rank], x.copy())
+
+    def test(self) -> bool:
+        with self.comm.world.changed:
+            return self.comm.world.complete(self.call, self.comm.ranks)
+
+    def wait(self) -> Any:
+        comm = self.comm
+        return self.result(comm.world.take(self.call, comm.ranks, comm.ranks[comm.rank],
+                                           f"the wait for a transfer over {comm.name}"))
+
 
 def combine(parts: list[np.ndarray], how: str) -> np.ndarray:
-    """The sum or maximum of the parts, in the order of the ranks: the same bits in every run."""
+    """The sum or maximum of the parts, in the order of the ranks."""
     total = parts[0].copy()
     for part in parts[1:]:
         (np.add if how == "sum" else np.maximum)(total, part, out=total)
@@ -140,6 +203,7 @@ def run_threads(size: int, fn: Callable[[Comm], Any], timeout: float = 300.0) ->
     results: list[Any] = [None] * size
 
     def body(rank: int) -> None:
+        world.threads[rank] = threading.get_ident()
         error: BaseException | None = None
         try:
             results[rank] = fn(ThreadComm(world, tuple(range(size)), rank))

@@ -13,7 +13,7 @@ import numpy as np
 
 from refimpl.comm import CommError, world
 from refimpl.comm.launch import THREAD_VARIABLES, affinity, cgroup_cores, launched_rank, launcher, library, mpirun_command
-from refimpl.comm.mpi import load_mpi
+from refimpl.comm.library import load_mpi
 
 EXTRAS = {"threadpoolctl": ("run", "sets the BLAS threads of each rank"), "tqdm": ("run", "progress bars"),
           "matplotlib": ("run", "pictures"), "pytest": ("test", "the tests"), "mypy": ("test", "types"),

@@ -1,8 +1,12 @@
 """Localises faults of the traffic formula, against numbers worked by hand."""
+import math
+
+import pytest
+
 from refimpl.analysis import local_parameters, step_payload
 from refimpl.comm import Mesh
 from refimpl.comm.paper import paper_mesh
-from refimpl.models import GPT2_SMALL, Config
+from refimpl.models import GPT2_SMALL, Config, parameters
 
 CFG = Config(vocab_size=10, n_layers=2, n_heads=2, d_model=4, d_ff=6, max_seq_len=5)
 
@@ -24,3 +28,16 @@ def test_payload_by_hand():
     assert payload["dp"][0] == local_parameters(CFG, paper_mesh("tp=2")) + 2
     assert step_payload(CFG, Mesh(), 6, 5) == {}
     assert step_payload(CFG, paper_mesh("dp=3,tp=2"), 7, 5)["tp"][0] == 4 * 2 * 3 * 5 * 4       # rank 0 has 3 of 3, 2, 2
+
+
+@pytest.mark.parametrize("cfg, tokens", [
+    (Config(vocab_size=50, n_layers=2, n_heads=4, d_model=32, max_seq_len=4), 96),
+    (GPT2_SMALL, 2304),                                                                     # Radford et al. 2019, table 2
+    (Config(vocab_size=50257, n_layers=96, n_heads=96, d_model=12288, max_seq_len=2048), 36_864),   # Brown et al. 2020, 2.1
+], ids=["small", "gpt2", "gpt3"])
+def test_tensor_and_data_payload_of_the_layers_are_equal_at_three_widths_of_tokens(cfg, tokens):
+    """4·L·T·D for T tokens against 12·L·D², the elements of the layers' matrices."""
+    matrices = sum(math.prod(row.shape) for name, row in parameters(cfg, Mesh()).items()
+                   if name.startswith("layers.") and name.endswith(".w"))
+    assert matrices == 12 * cfg.n_layers * cfg.d_model ** 2 and tokens == 3 * cfg.d_model
+    assert step_payload(cfg, paper_mesh("tp=2"), batch_size=1, seq_len=tokens)["tp"][0] == matrices

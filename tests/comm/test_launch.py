@@ -102,9 +102,10 @@ def test_a_missing_mpirun_is_a_sentence(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("version, root, flags", (
-    ("HYDRA build details: Version: 5.0.2", True, []), ("mpirun (Open MPI) 5.0.11", False, ["--oversubscribe"]),
+    ("HYDRA build details: Version: 5.0.2", True, ["-disable-auto-cleanup"]),
+    ("mpirun (Open MPI) 5.0.11", False, ["--oversubscribe"]),
     ("mpirun (Open MPI) 4.1.6", True, ["--oversubscribe", "--allow-run-as-root"])))
-def test_open_mpi_is_told_about_root_and_more_ranks_than_cores(monkeypatch, tmp_path, version, root, flags):
+def test_launchers_are_told_what_they_need(monkeypatch, tmp_path, version, root, flags):
     program = tmp_path / "mpirun"
     program.write_text(f"#!/bin/sh\necho '{version}'\n")
     program.chmod(0o755)

@@ -75,9 +75,9 @@ def test_phases_are_counted_apart(ranks):
 
 def test_totals_add_up_what_matches():
     ledger = Ledger()
-    ledger.add(Key("tp", "all_reduce", "forward"), 3, 24, 0.5)
-    ledger.add(Key("tp", "all_reduce", "forward"), 3, 24, 0.5)
-    ledger.add(Key("dp", "all_gather", "backward"), 1, 4, 0.25)
+    ledger.totals[Key("tp", "all_reduce", "forward")].add(3, 24, 0.5)
+    ledger.totals[Key("tp", "all_reduce", "forward")].add(3, 24, 0.5)
+    ledger.totals[Key("dp", "all_gather", "backward")].add(1, 4, 0.25)
     assert counted(ledger) == (3, 7, 52) and ledger.total().seconds == 1.25
     assert counted(ledger, axes="tp") == (2, 6, 48) and counted(ledger, operation="all_gather", phase="forward") == (0, 0, 0)
     assert [(k.axes, t.calls) for k, t in ledger.rows()] == [("dp", 1), ("tp", 2)]

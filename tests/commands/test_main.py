@@ -12,7 +12,7 @@ import pytest
 from refimpl import tensorfile
 from refimpl.comm import CommError
 from refimpl.comm.launch import mpirun_command
-from refimpl.comm.mpi import load_mpi
+from refimpl.comm.library import load_mpi
 
 HERE = Path(__file__).parents[2]
 TINY = ["--d-model", "8", "--n-layers", "1", "--steps", "2", "--batch-size", "4", "--seq-len", "8", "--sample", "5", "--no-bar"]

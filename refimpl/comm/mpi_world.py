@@ -1,0 +1,53 @@
+"""MPI's world, and what makes its ranks end together."""
+import sys
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from refimpl.comm.ending import Ending
+from refimpl.comm.library import load_mpi
+from refimpl.comm.links import Links
+from refimpl.comm.mpi import MpiComm
+from refimpl.comm.watch import Watch
+
+
+@cache
+def mpi_world(checked: bool = True, timeout: float = 300.0) -> MpiComm:
+    """MPI's world, made once, with what ends all ranks when one fails, ends early or dies (watch.py, ending.py).
+
+    timeout  seconds that a rank waits in a collective before the ranks that are not there are a fault
+    """
+    MPI = load_mpi()
+    raw = MPI.COMM_WORLD
+    if raw.Get_size() == 1:
+        return MpiComm(raw, checked=checked)
+    watch = watch_over(raw, timeout)
+    Ending(MPI, watch).install()
+    return MpiComm(raw, checked=checked, watch=watch)
+
+
+def watch_over(raw: Any, timeout: float) -> Watch | None:
+    """A watch of every rank, or of none, where they cannot connect to one another beside MPI."""
+    rank, size, links, failure = raw.Get_rank(), raw.Get_size(), None, ""
+
+    def gather(mine: bytes) -> list[bytes]:
+        sizes = np.empty(size, np.int64)
+        raw.Allgather(np.array([len(mine)]), sizes)
+        everybodys = bytearray(int(sizes.sum()))
+        raw.Allgatherv(mine, [everybodys, sizes])
+        ends = np.cumsum(sizes)
+        return [bytes(everybodys[e - n:e]) for e, n in zip(ends, sizes)]
+
+    try:
+        links = Links(rank, size, gather)
+    except OSError as error:
+        failure = str(error)
+    failures = [f.decode() for f in gather(failure.encode())]
+    if links and not any(failures):
+        return Watch(links, rank, size, timeout)
+    if links:
+        links.close()
+    if rank == 0:
+        print(f"refimpl: only the launcher will notice a rank that dies: {next(filter(None, failures))}", file=sys.stderr)
+    return None

@@ -1,0 +1,88 @@
+"""Why a program cannot go on, in one sentence that all ranks say: what happened, and who waits where.
+
+Each rank knows how many collectives it has begun in each group.  A rank that waits in its n-th of a group for a member that
+has begun fewer and waits elsewhere, or has ended, may be waiting for ever; `stuck` finds out, from what ranks have reported
+at any times: such reports never become untrue.
+"""
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Iterable
+
+INNER = tuple(str(Path(__file__).parents[1] / part) for part in ("comm", "autograd"))
+
+
+@dataclass(frozen=True, order=True)
+class Fault:
+    """What went wrong first, and the exit status that the program ends with.
+
+    quiet  no other rank need say so (all of them come to the same end)
+    """
+    rank: int
+    what: str
+    status: int = 1
+    quiet: bool = False
+
+
+class Told(int):
+    """An exit status of which the reason has been said, in the name of all ranks."""
+
+
+@dataclass
+class Report:
+    """A rank that waits in its n-th collective of `group`, or (n = 0) has ended.
+
+    counts  how many collectives it has begun, by group
+    group   name and members of a communicator, `members` once more as numbers in the world
+    """
+    counts: dict[str, int] = field(default_factory=dict)
+    n: int = 0
+    group: str = ""
+    members: tuple[int, ...] = ()
+
+
+def stuck(reports: dict[int, Report]) -> list[int]:
+    """The waiting ranks that no rank can help any more: each waits for one that has ended or that is stuck itself.
+
+    >>> a = Report({"tp:0,1": 1, "dp:0,1": 0}, 1, "tp:0,1", (0, 1))
+    >>> b = Report({"tp:0,1": 0, "dp:0,1": 1}, 1, "dp:0,1", (0, 1))
+    >>> stuck({0: a, 1: b}), stuck({0: a}), stuck({0: a, 1: Report({"tp:0,1": 1})})
+    ([0, 1], [], [])
+    """
+    hopeless, before = set(reports), -1
+    while len(hopeless) != before:                      # take out, until no more can be, who waits for none of them
+        before = len(hopeless)
+        hopeless -= {r for r in hopeless if reports[r].n and not missing(reports[r], reports, hopeless)}
+    return sorted(r for r in hopeless if reports[r].n)
+
+
+def missing(waiting: Report, reports: dict[int, Report], among: Iterable[int]) -> list[int]:
+    """The members of the group that have not come to the collective, as far as the reports `among` which we look say."""
+    return [m for m in waiting.members if m in among and reports[m].counts.get(waiting.group, 0) < waiting.n]
+
+
+def sentence(fault: Fault, states: dict[int, str]) -> str:
+    """`states`: what the other ranks do ("waits in ...")."""
+    rank = f"rank {fault.rank} " if fault.rank >= 0 else ""
+    return "; ".join([f"{rank}{fault.what}", *(f"rank {r} {state}" for r, state in sorted(states.items())
+                                               if r != fault.rank and state)])
+
+
+DEADLOCK = Fault(-1, "the ranks wait for one another")
+
+
+def failed(rank: int, error: BaseException) -> Fault:
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else 1
+        said = "" if isinstance(error.code, int) else f" ({str(error.code)[:500]})"
+        return Fault(rank, f"exits with status {status}{said}", int(status), isinstance(status, Told))
+    text = str(error)
+    return Fault(rank, f"failed ({type(error).__name__}{': ' if text else ''}{text[:500]})")
+
+
+def place(thread: int | None) -> str:
+    """The line of code at which a thread of this process is now, of whoever called this package's collectives."""
+    frame: Any = sys._current_frames().get(thread or 0)
+    while frame and frame.f_back and frame.f_code.co_filename.startswith(INNER):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "its end"

@@ -1,0 +1,213 @@
+"""What a rank knows of the others under MPI, and the thread that hears of it, whatever the rank itself is doing.
+
+A rank says so when it fails, when it has waited for a quarter of a second, and when it ends.  Its death is seen by the
+ranks that it was connected to (links.py).  The first who knows of a fault tells all; then every rank says what it is doing at
+that moment, and from the same answers all make the same sentence (verdict.py): the verdict.  A rank that waits raises it; for
+one that computes, or is blocked inside MPI, its watch says it and ends the process.
+
+From a fault to the end of all ranks: up to ANSWER + GRACE + GOODBYE + FORWARDING = 4.5 seconds, mostly 0.6.
+"""
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict
+from typing import Any, Callable, NamedTuple
+
+from refimpl.comm.arguments import CommError
+from refimpl.comm.links import Links
+from refimpl.comm.verdict import DEADLOCK, Fault, Report, missing, place, sentence, stuck
+
+TICK = 0.1                                              # seconds between two looks at what this rank does
+PATIENCE = 0.25                                         # seconds of waiting before a rank says that it waits
+ANSWER = 1.0                                            # seconds for all ranks to say what they do
+GRACE = 1.5                                             # seconds for a rank to come to a collective and raise the verdict
+GOODBYE = 1.5                                           # seconds for all ranks to have said their last
+FORWARDING = 0.5                                        # seconds for the launcher to pass on what a rank said
+
+
+class Doing(NamedTuple):
+    """The collective a rank is in: the n-th of its group."""
+    group: str
+    members: tuple[int, ...]                            # numbers in the world
+    n: int
+    claim: Callable[[], str]
+    checked: bool                                       # no member leaves it before all have come
+
+
+class Watch:
+    """Rank `rank`'s.  The thread that computes calls enter, leave, require_hope, fail, goodbye and end.
+
+    timeout  seconds in one collective after which the ranks that are not there are a fault
+    """
+
+    def __init__(self, links: Links, rank: int, size: int, timeout: float) -> None:
+        self.links, self.rank, self.size, self.timeout = links, rank, size, timeout
+        self.worker = threading.get_ident()
+        self.counts: Counter[str] = Counter()           # collectives begun, by group
+        self.doing: Doing | None = None
+        self.seen: Doing | None = None                  # what the thread saw this rank do, and for how long
+        self.waited, self.looked, self.reported = 0.0, time.monotonic(), False
+        self.reports: dict[int, Report] = {}
+        self.ended: set[int] = set()
+        self.gone: set[int] = set()
+        self.faults: list[Fault] = []
+        self.fault = DEADLOCK                           # the one that the verdict is about
+        self.states: dict[int, str] = {}                # what each rank did when it heard of the fault
+        self.said: set[int] = set()                     # ranks that have said their last
+        self.verdict, self.judged, self.taken = "", 0.0, False
+        self.over = False
+        self.lock = threading.RLock()                   # of everything that both threads change
+        self.thread = threading.Thread(target=self.run, name="watch", daemon=True)
+        self.thread.start()
+
+    # -- the thread that computes ------------------------------------------------------------------------------
+
+    def enter(self, group: str, members: tuple[int, ...], claim: Callable[[], str], checked: bool) -> None:
+        """This rank begins a collective."""
+        self.counts[group] += 1
+        self.doing = Doing(group, members, self.counts[group], claim, checked)
+        if self.verdict:
+            self.require_hope()
+
+    def leave(self) -> None:
+        self.doing = None
+
+    def require_hope(self) -> None:
+        """Error: CommError, the same on all ranks, once there is a verdict."""
+        if self.verdict:
+            self.taken = True
+            raise CommError(self.verdict)
+
+    def fail(self, fault: Fault) -> None:
+        """This rank has failed: tell all, unless there was a fault before."""
+        with self.lock:
+            self.taken = True                           # it speaks for itself
+            if not self.faults:
+                self.learn(fault)
+
+    def goodbye(self) -> int:
+        """This rank has said its last: return, with the status for the launcher, when the others have too."""
+        deadline = time.monotonic() + ANSWER + GRACE + GOODBYE
+        while not self.verdict and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        with self.lock:
+            self.say()
+        while not self.all_said() and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        time.sleep(FORWARDING)
+        return self.fault.status if self.verdict else min(self.faults).status
+
+    def end(self) -> bool:
+        """This rank comes to its end: wait for the others.  False if one of them does not come to its own."""
+        with self.lock:
+            self.ended.add(self.rank)
+            self.reports[self.rank] = Report(dict(self.counts))
+            self.links.send({"kind": "ended", "counts": self.counts})
+            self.look_for_stuck_ranks()
+        while len(self.ended) < self.size and not self.verdict:
+            time.sleep(1e-3)                            # the others may need this core
+        self.over = not self.verdict
+        return self.over
+
+    # -- the thread that listens -------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        while not self.over:
+            messages = list(self.links.listen(TICK))
+            with self.lock:
+                for message in messages:
+                    self.hear(message["from"], message)
+                self.tick()
+
+    def hear(self, r: int, message: dict[str, Any]) -> None:
+        if message.get("gone"):
+            if r in self.ended:                         # a rank goes when it knows that all have ended
+                self.ended.update(range(self.size))
+            else:
+                self.gone.add(r)
+                self.learn(Fault(r, "died: its process is gone"))
+        elif message["kind"] == "waits":
+            self.reports[r] = Report(message["counts"], message["n"], message["group"], tuple(message["members"]))
+            self.look_for_stuck_ranks()
+        elif message["kind"] == "ended":
+            self.ended.add(r)
+            self.reports[r] = Report(message["counts"])
+            self.look_for_stuck_ranks()
+        elif message["kind"] == "said":
+            self.said.add(r)
+        else:
+            self.states[r] = message["state"]
+            self.learn(*(Fault(*fault) for fault in message["faults"]))
+
+    def learn(self, *faults: Fault) -> None:
+        """Of a fault; of the first, tell all, with what this rank is doing."""
+        self.faults += faults
+        if self.rank not in self.states:
+            self.states[self.rank] = self.state()
+            self.judged = time.monotonic()
+            self.links.send({"kind": "state", "state": self.states[self.rank],
+                             "faults": [(f.rank, f.what, f.status, f.quiet) for f in self.faults]})
+            self.links.wake()
+
+    def state(self) -> str:
+        doing = self.doing
+        if self.rank in self.ended:
+            return "has ended"
+        return f"waits in {doing.claim()} ({place(self.worker)})" if doing else f"is at {place(self.worker)}"
+
+    def look_for_stuck_ranks(self) -> None:
+        if not self.faults and stuck(self.reports):
+            first = stuck(self.reports)[0]
+            ended = [r for r in missing(self.reports[first], self.reports, self.reports) if r in self.ended]
+            self.learn(Fault(ended[0], "has ended") if ended else DEADLOCK)
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        waited, self.looked = min(now - self.looked, 1.0), now      # a process that was stopped has not waited
+        if self.verdict:
+            self.speak_for_the_worker(now)
+        elif self.faults:
+            if len(self.gone | self.states.keys()) == self.size or now - self.judged > ANSWER:
+                states = {r: self.states.get(r, "does not answer") for r in range(self.size) if r not in self.gone}
+                self.fault, self.judged = min(self.faults), now
+                self.verdict = sentence(self.fault, states)
+        elif self.doing is None or self.doing is not self.seen:
+            self.seen, self.waited, self.reported = self.doing, 0.0, False
+        else:
+            self.waited += waited
+            self.look_at_the_clock(self.seen)
+
+    def look_at_the_clock(self, doing: Doing) -> None:
+        if self.waited > PATIENCE and doing.checked and not self.reported:
+            self.reported = True
+            self.reports[self.rank] = Report(dict(self.counts), doing.n, doing.group, doing.members)
+            self.links.send({"kind": "waits", **asdict(self.reports[self.rank])})
+            self.look_for_stuck_ranks()
+        if self.waited > self.timeout:
+            late = [m for m in doing.members if self.reports.get(m, Report()).counts.get(doing.group, 0) < doing.n]
+            what = f"did not come within {self.timeout:g} s"
+            self.learn(Fault(late[0], what) if late and doing.checked else Fault(-1, f"somebody {what}"))
+
+    def speak_for_the_worker(self, now: float) -> None:
+        """Where the rank itself does not come to say the verdict, for it is computing or blocked inside MPI."""
+        if not self.taken and (now - self.judged > GRACE or self.fault.quiet):
+            self.taken = True
+            if not self.fault.quiet:
+                sys.stderr.write(f"rank {self.rank} ends: {self.verdict}\n")
+                sys.stderr.flush()
+            self.say()
+            deadline = now + GOODBYE
+            while not self.all_said() and time.monotonic() < deadline:
+                for message in self.links.listen(TICK):
+                    self.hear(message["from"], message)
+            time.sleep(FORWARDING)
+            os._exit(self.fault.status)
+
+    def say(self) -> None:
+        self.said.add(self.rank)
+        self.links.send({"kind": "said"})
+
+    def all_said(self) -> bool:
+        return len(self.said | self.gone) == self.size
