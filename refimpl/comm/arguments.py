@@ -1,9 +1,11 @@
 """What a collective may be given, and how ranks describe to one another what they give."""
-from typing import Any, Sequence
+from functools import lru_cache, wraps
+from typing import Any, Callable, Sequence
 
 import numpy as np
 
-from refimpl.array import Array, xp_of
+from refimpl.array import Array, to_host, xp_of
+from refimpl.autograd import seam
 
 REDUCTIONS = ("sum", "max")
 Pairs = tuple[tuple[int, int], ...]                     # (from rank, to rank), of a permutation
@@ -13,6 +15,24 @@ class CommError(RuntimeError):
     """Ranks that do not agree on a collective, or a rank that will never come."""
 
 
+def collective(method: Callable) -> Any:
+    """A seam in which wrong arguments are an error on every rank, also where a rank's own were right."""
+    @seam
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except (TypeError, ValueError) as error:
+            sentence = f"{method.__name__} over {self.name}: {error}"
+            try:
+                self.agree(sentence, patience=5.0)
+            except CommError as shared:
+                raise shared from None
+            raise type(error)(sentence) from None
+    return call
+
+
+@lru_cache
 def shares(n: int, parts: int) -> tuple[int, ...]:
     """`n` in `parts` shares that differ by at most one, the larger ones first.
 
@@ -52,7 +72,9 @@ def axis_of(x: Array, axis: int) -> int:
 
 def sizes_of(x: Array, axis: int, sizes: Sequence[int] | None, rank: int, size: int) -> tuple[int, ...]:
     """What each rank holds along `axis`: `sizes`, or as much as this one."""
-    sizes = (x.shape[axis],) * size if sizes is None else tuple(map(int, sizes))
+    if sizes is None:
+        return (x.shape[axis],) * size
+    sizes = tuple(map(int, sizes))
     if len(sizes) != size or sizes[rank] != x.shape[axis] or min(sizes) < 0:
         raise ValueError(f"rank {rank} of {size} holds {x.shape[axis]} along axis {axis}, sizes say {sizes}")
     return sizes
@@ -60,15 +82,21 @@ def sizes_of(x: Array, axis: int, sizes: Sequence[int] | None, rank: int, size: 
 
 def shares_of(x: Array, axis: int, sizes: Sequence[int] | None, size: int) -> tuple[int, ...]:
     """What each rank shall get along `axis`: `sizes`, or shares as even as possible."""
-    sizes = shares(x.shape[axis], size) if sizes is None else tuple(map(int, sizes))
+    if sizes is None:
+        return shares(x.shape[axis], size)
+    sizes = tuple(map(int, sizes))
     if len(sizes) != size or sum(sizes) != x.shape[axis] or min(sizes) < 0:
         raise ValueError(f"the shares {sizes} of {size} ranks do not add up to {x.shape[axis]} along axis {axis}")
     return sizes
 
 
-def table_of(x: Array, counts: Any, rank: int, size: int) -> np.ndarray:
-    """counts[source][target] as a checked int64[size, size], whose row of this rank are the rows of x."""
+def table_of(x: Array, counts: Any, rank: int, size: int) -> np.ndarray | None:
+    """counts[source][target] as a checked int64[size, size], row `rank` adding up to the rows of x; None: equal."""
     axis_of(x, 0)
+    if counts is None:
+        if x.shape[0] % size:
+            raise ValueError(f"{x.shape[0]} rows are no equal shares for {size} ranks: give counts[source][target]")
+        return None
     table = np.array(counts, np.int64)
     if table.shape != (size, size) or (table < 0).any():
         raise ValueError(f"counts[source][target] of {size} ranks are {size} x {size} numbers of rows, got {counts}")
@@ -77,21 +105,31 @@ def table_of(x: Array, counts: Any, rank: int, size: int) -> np.ndarray:
     return table
 
 
-def check_pairs(pairs: Any, size: int) -> Pairs:
-    """The pairs of a permutation, of which no rank sends twice or is sent to twice."""
-    pairs = tuple((int(source), int(target)) for source, target in pairs)
+@lru_cache
+def check_pairs(pairs: Pairs, size: int) -> tuple[dict[int, int], dict[int, int]]:
+    """The target of each source, and the source of each target; no rank sends twice or is sent to twice."""
     for what, ranks in (("sends", [s for s, _ in pairs]), ("is sent to", [t for _, t in pairs])):
         if len(set(ranks)) < len(ranks):
             twice = next(r for r in ranks if ranks.count(r) > 1)
             raise ValueError(f"rank {twice} {what} more than once in the pairs {pairs}")
         if ranks and not 0 <= min(ranks) <= max(ranks) < size:
             raise ValueError(f"the pairs {pairs} name a rank that is not one of {size}")
-    return pairs
+    return dict(pairs), {target: source for source, target in pairs}
+
+
+@lru_cache
+def ring_pairs(shift: int, size: int) -> Pairs:
+    """Every rank to the one `shift` further on."""
+    return tuple((r, (r + shift) % size) for r in range(size))
+
+
+def as_dtype(y: Array, dtype: Any) -> Array:
+    return y if y.dtype == dtype else y.astype(dtype)
 
 
 def widened(x: Array) -> Array:
     """Half precision is added up in float32, so that the sum is rounded once."""
-    return x.astype(np.float32) if x.dtype == np.float16 else x
+    return x.astype(np.float32) if x.dtype.char == "e" else x
 
 
 def form(x: Array, free_axis: int | None = None) -> str:
@@ -107,3 +145,10 @@ def require_agreement(claims: Sequence[str], ranks: Sequence[int]) -> None:
     if len(who) > 1:
         raise CommError("the ranks do not agree on what to do together: " + "; ".join(
             f"rank {', '.join(members)}: {claim}" for claim, members in who.items()))
+
+
+def contiguous(x: Array) -> np.ndarray:
+    """x on the host, in C order (ascontiguousarray makes 0-d arrays 1-d)."""
+    if type(x) is np.ndarray and x.flags.c_contiguous:
+        return x
+    return np.ascontiguousarray(to_host(x)).reshape(x.shape)

@@ -8,36 +8,18 @@ one rank, where every collective is the identity.
 """
 import copy
 import time
-from functools import wraps
 from typing import Any, Callable, Sequence, TypeVar
 
 import numpy as np
 
 from refimpl.array import Array, to_host, xp_of
-from refimpl.autograd import seam, stack
-from refimpl.comm.arguments import (CommError, Pairs, axis_of, check_array, check_pairs, check_rank, check_reduction, form,
-                                    shares_of, sizes_of, table_of, widened)
-from refimpl.comm.ledger import Key, Ledger
+from refimpl.autograd import stack
+from refimpl.comm.arguments import (Pairs, as_dtype, axis_of, check_array, check_pairs, check_rank, check_reduction, collective,
+                                    contiguous, form, ring_pairs, shares_of, sizes_of, table_of, widened)
+from refimpl.comm.ledger import Ledger
 from refimpl.comm.transfer import Arrived, Moving, Transfer
 
 T = TypeVar("T")
-
-
-def collective(method: Callable) -> Any:
-    """A seam in which wrong arguments are an error on every rank, also where a rank's own were right."""
-    @seam
-    @wraps(method)
-    def call(self: "Comm", *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except (TypeError, ValueError) as error:
-            sentence = f"{method.__name__} over {self.name}: {error}"
-            try:
-                self.agree(sentence, patience=5.0)
-            except CommError as shared:
-                raise shared from None
-            raise type(error)(sentence) from None
-    return call
 
 
 class Comm:
@@ -69,8 +51,7 @@ class Comm:
         check_reduction(x, how)
         if self.size == 1:
             return x
-        y = self.run("all_reduce", lambda: f"{how} of {form(x)}", widened(x), how)
-        return y if y.dtype == x.dtype else y.astype(x.dtype)
+        return as_dtype(self.run("all_reduce", lambda: f"{how} of {form(x)}", widened(x), how), x.dtype)
 
     @collective
     def reduce(self, x: Array, root: int = 0) -> Array:
@@ -80,7 +61,7 @@ class Comm:
         check_rank(root, self.size)
         if self.size == 1:
             return x
-        return self.run("reduce", lambda: f"sum of {form(x)} on rank {root}", widened(x), root).astype(x.dtype, copy=False)
+        return as_dtype(self.run("reduce", lambda: f"sum of {form(x)} on rank {root}", widened(x), root), x.dtype)
 
     @collective
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int] | None = None) -> Array:
@@ -111,15 +92,15 @@ class Comm:
         n = shares_of(x, axis, sizes, self.size)
         if self.size == 1:
             return x
-        rows = np.moveaxis(to_host(widened(x)), axis, 0)
+        rows = np.moveaxis(to_host(widened(x)), axis, 0) if axis else widened(x)
         y = self.run("reduce_scatter", lambda: f"{form(x)} along axis {axis}, shares {n}", rows, n)
-        return xp_of(x).asarray(np.moveaxis(y, 0, axis).astype(x.dtype, copy=False))
+        return as_dtype(xp_of(x).asarray(np.moveaxis(y, 0, axis)) if axis else y, x.dtype)
 
     @collective
-    def all_to_all(self, x: Array, counts: Any) -> Array:
+    def all_to_all(self, x: Array, counts: Any = None) -> Array:
         """Every rank's rows, each to the rank that it is for.
 
-        `counts[source][target]` is how many rows go where, the same table on every rank (None: equal shares of equal n).
+        `counts[source][target]` is how many rows go where, the same table on every rank; None for equal shares.
         Shapes: x[n_r, ...] -> y[m_r, ...]: n_r is the sum of row r, m_r of column r.  The rows of x lie in the order of
         their targets, those of y in the order of their sources.
         """
@@ -127,6 +108,8 @@ class Comm:
         table = table_of(x, counts, self.rank, self.size)
         if self.size == 1:
             return x
+        if table is None:
+            return self.run("all_to_all", lambda: f"{form(x)}, equal shares", x, None)
         return self.run("all_to_all", lambda: f"{form(x, 0)}, counts {table.tolist()}", x, table)
 
     @collective
@@ -140,41 +123,49 @@ class Comm:
     def barrier(self) -> None:
         """Return when every rank has come here."""
         if self.size > 1:
-            self._enter(lambda: f"barrier over {self.name}")
+            self._enter("barrier", str)
             try:
                 self._barrier()
             finally:
                 self._leave()
 
+    @collective
     def permute(self, x: Array, pairs: Pairs, sizes: Sequence[int] | None = None) -> Array | None:
         """Rank `source`'s x on rank `target`, for each (source, target) of `pairs`; None on a rank that is no target.
 
         Shapes: x[n_r, ...] -> y[n_source, ...].  `sizes` are the n_r of all ranks where they are not equal.  No rank
         sends, or is sent to, twice.  All ranks call it.  JAX: `ppermute`
         """
-        return self.start_permute(x, pairs, sizes).wait()
-
-    def ring(self, x: Array, shift: int = 1, sizes: Sequence[int] | None = None) -> Array:
-        """The x of rank `rank - shift`: every rank sends to rank + shift, round the ring.  Shapes: see `permute`."""
-        return self.start_ring(x, shift, sizes).wait()
-
-    def start_ring(self, x: Array, shift: int = 1, sizes: Sequence[int] | None = None) -> Transfer:
-        """`ring`, of which the result can be waited for later."""
-        return self.start_permute(x, tuple((r, (r + shift) % self.size) for r in range(self.size)), sizes)
+        source, target, n, sent, what = self.route(x, pairs, sizes)
+        if self.size == 1:
+            return None if source is None else x
+        return self.run("permute", what, x, source, target, n, payload=sent, wire=sent)
 
     @collective
     def start_permute(self, x: Array, pairs: Pairs, sizes: Sequence[int] | None = None) -> Transfer:
         """`permute`, of which the result can be waited for later.  x must not change until then."""
-        check_array(x)
-        pairs = check_pairs(pairs, self.size)
-        axis_of(x, 0)
-        n = sizes_of(x, 0, sizes, self.rank, self.size)
-        target, source = dict(pairs).get(self.rank), {t: s for s, t in pairs}.get(self.rank)
+        source, target, n, sent, what = self.route(x, pairs, sizes)
         if self.size == 1:
             return Transfer(Arrived(None if source is None else x), contiguous(x))
-        sent = x.size if target not in (None, self.rank) else 0
-        return self.start("permute", lambda: f"{form(x, 0)}, pairs {pairs}, sizes {n}", x,
-                          source, target, n, payload=sent, wire=sent)
+        return self.start("permute", what, x, source, target, n, payload=sent, wire=sent)
+
+    def route(self, x: Array, pairs: Pairs, sizes: Sequence[int] | None) -> Any:
+        """Of a permutation: this rank's source and target, the sizes, the elements that it sends, and what ranks agree on."""
+        check_array(x)
+        axis_of(x, 0)
+        n = sizes_of(x, 0, sizes, self.rank, self.size)
+        targets, sources = check_pairs(pairs if type(pairs) is tuple else tuple(map(tuple, pairs)), self.size)
+        target, source = targets.get(self.rank), sources.get(self.rank)
+        sent = 0 if target is None or target == self.rank else x.size
+        return source, target, n, sent, lambda: f"{form(x, 0)}, pairs {pairs}, sizes {n}"
+
+    def ring(self, x: Array, shift: int = 1, sizes: Sequence[int] | None = None) -> Array:
+        """The x of rank `rank - shift`: every rank sends to rank + shift, round the ring.  Shapes: see `permute`."""
+        return self.permute(x, ring_pairs(shift, self.size), sizes)
+
+    def start_ring(self, x: Array, shift: int = 1, sizes: Sequence[int] | None = None) -> Transfer:
+        """`ring`, of which the result can be waited for later."""
+        return self.start_permute(x, ring_pairs(shift, self.size), sizes)
 
     @collective
     def start_all_reduce(self, x: Array, how: str = "sum") -> Transfer:
@@ -191,7 +182,7 @@ class Comm:
     def agree(self, claim: str, patience: float | None = None) -> None:
         """Every rank says what it is about to do, or what it holds: CommError on all ranks where they differ."""
         if self.size > 1:
-            self._enter(lambda: claim, patience)
+            self._enter("", lambda: claim, patience)
             self._leave()
 
     def gather_objects(self, text: str) -> list[str]:
@@ -229,42 +220,49 @@ class Comm:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def run(self, operation: str, what: Callable[[], str], x: Array, *args: Any) -> Array:
+    def run(self, operation: str, what: Callable[[], str], x: Array, *args: Any, payload: int | None = None,
+            wire: int = 0) -> Any:
         """The backend's `_operation`, once the ranks have agreed on it."""
         start = time.perf_counter()
-        self._enter(lambda: f"{operation} over {self.name}: {what()}{self.in_order(operation)}")
+        self._enter(operation, what)
         try:
             y = getattr(self, "_" + operation)(contiguous(x), *args)
         finally:
             self._leave()
-        self.ledger.totals[Key(self.name, operation, stack.phase)].add(x.size, x.nbytes, time.perf_counter() - start)
-        return y if type(x) is np.ndarray else xp_of(x).asarray(y)
+        n = x.size if payload is None else payload
+        self.ledger.totals[self.name, operation, stack.phase].add(n, n * x.itemsize, time.perf_counter() - start, wire)
+        return y if type(x) is np.ndarray or y is None else xp_of(x).asarray(y)
 
     def start(self, operation: str, what: Callable[[], str], x: Array, *args: Any, payload: int, wire: int = 0,
               dtype: Any = None) -> Transfer:
         """The backend's `_start_operation`, once the ranks have agreed on it; what comes becomes `dtype`."""
         start = time.perf_counter()
-        self._enter(lambda: f"{operation} over {self.name}: {what()}{self.in_order(operation)}")
+        self._enter(operation, what)
         try:
             sent = contiguous(x)
             moving = getattr(self, "_start_" + operation)(sent, *args)
         finally:
             self._leave()
-        total = self.ledger.totals[Key(self.name, operation, stack.phase)]
+        total = self.ledger.totals[self.name, operation, stack.phase]
         total.add(payload, payload * x.itemsize, time.perf_counter() - start, wire)
 
         def result(y: np.ndarray | None) -> Array | None:
-            return None if y is None else xp_of(x).asarray(y if dtype is None else y.astype(dtype, copy=False))
+            return None if y is None else xp_of(x).asarray(as_dtype(y, dtype or y.dtype))
 
         def spent(seconds: float) -> None:
             total.seconds += seconds
         return Transfer(moving, sent, result, spent)
 
-    def in_order(self, operation: str) -> str:
-        return " in rank order" if self.order == "fixed" and "reduce" in operation else ""
+    def claim(self, operation: str, what: Callable[[], str]) -> str:
+        """What this rank says of the collective that it is in."""
+        details = what()
+        if not operation:
+            return details
+        in_order = " in rank order" if self.order == "fixed" and "reduce" in operation else ""
+        return f"{operation} over {self.name}{': ' if details else ''}{details}{in_order}"
 
     # A backend supplies these, for contiguous host arrays, with shares along axis 0, on more than one rank.
-    _enter: Callable[..., None]                         # (claim, patience=seconds): where ranks agree, and may wait
+    _enter: Callable[..., None]                         # (operation, what, patience=seconds): ranks agree, and may wait
     _leave: Callable[[], None]                          # this rank waits no longer
     _sub: Callable[..., "Comm"]                         # (dims, keep)
     _all_reduce: Callable[..., np.ndarray]              # (x, how)
@@ -273,6 +271,7 @@ class Comm:
     _reduce_scatter: Callable[..., np.ndarray]          # (x, sizes)
     _all_to_all: Callable[..., np.ndarray]              # (x, table)
     _broadcast: Callable[..., np.ndarray]               # (x, root)
+    _permute: Callable[..., np.ndarray | None]          # (x, source, target, sizes)
     _barrier: Callable[[], None]
     _start_permute: Callable[..., Moving]               # (x, source, target, sizes)
     _start_all_reduce: Callable[..., Moving]            # (x, how)
@@ -283,10 +282,3 @@ class SerialComm(Comm):
 
     def __init__(self, axes: tuple[str, ...] = ("world",), ledger: Ledger | None = None) -> None:
         super().__init__(0, 1, axes, ledger)
-
-
-def contiguous(x: Array) -> np.ndarray:
-    """x on the host, in C order (ascontiguousarray makes 0-d arrays 1-d)."""
-    if type(x) is np.ndarray and x.flags.c_contiguous:
-        return x
-    return np.ascontiguousarray(to_host(x)).reshape(x.shape)

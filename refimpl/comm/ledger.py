@@ -37,12 +37,12 @@ class Ledger:
     """Totals by (mesh axes, operation, phase); one ledger serves all communicators of a rank."""
 
     def __init__(self) -> None:
-        self.totals: dict[Key, Total] = defaultdict(Total)
+        self.totals: dict[tuple[str, str, str], Total] = defaultdict(Total)      # by the parts of a Key
 
     def total(self, axes: str | None = None, operation: str | None = None, phase: str | None = None) -> Total:
         """The sum of the rows that match; None matches everything."""
         out = Total()
-        for key, t in self.totals.items():
+        for key, t in self.rows():
             if axes in (None, key.axes) and operation in (None, key.operation) and phase in (None, key.phase):
                 out.add(t.elements, t.bytes, t.seconds, t.wire, t.calls)
         return out
@@ -51,4 +51,4 @@ class Ledger:
         self.totals.clear()
 
     def rows(self) -> Iterator[tuple[Key, Total]]:
-        return iter(sorted(self.totals.items()))
+        return ((Key(*key), total) for key, total in sorted(self.totals.items()))

@@ -15,7 +15,7 @@ from refimpl.comm.ledger import Ledger
 from refimpl.comm.library import load_mpi, maximum
 from refimpl.comm.threads import combine
 from refimpl.comm.transfer import Arrived, Moving
-from refimpl.comm.watch import Doing, Watch
+from refimpl.comm.watch import Watch
 from refimpl.rng import fnv1a64
 
 CLAIM_BYTES = 512                                       # how much of each rank's claim an error shows
@@ -42,15 +42,15 @@ class MpiComm(Comm):
 
     # -- the ranks agree ---------------------------------------------------------------------------------------
 
-    def _enter(self, claim: Callable[[], str], patience: float | None = None) -> None:
+    def _enter(self, operation: str, what: Callable[[], str], patience: float | None = None) -> None:
         if self.watch:
-            self.watch.enter(self.group, self.members, claim, self.checked)
+            self.watch.enter(self, operation, what)
         if self.checked:
-            self.compare(claim(), patience)
+            self.compare(self.claim(operation, what), patience)
 
     def _leave(self) -> None:
         if self.watch:
-            self.watch.leave()
+            self.watch.doing = None
 
     def compare(self, claim: str, patience: float | None) -> None:
         mine, hashes = np.array([fnv1a64(claim)], np.uint64), np.empty(self.size, np.uint64)
@@ -105,9 +105,12 @@ class MpiComm(Comm):
             n = tuple(x.size * (r == root) for r in range(self.size))
             y = self.sum_in_order(x.reshape(-1), n, "sum")
             return y.reshape(x.shape) if self.rank == root else np.zeros_like(x)
-        y = np.zeros_like(x)
-        for part in self.pieces(0, x.size):
-            self.raw.Reduce(x.reshape(-1)[part], y.reshape(-1)[part], self.MPI.SUM, root)
+        y = np.empty_like(x) if self.rank == root else np.zeros_like(x)
+        if x.size <= self.largest:
+            self.raw.Reduce(x, y, self.MPI.SUM, root)
+        else:
+            for part in self.pieces(0, x.size):
+                self.raw.Reduce(x.reshape(-1)[part], y.reshape(-1)[part], self.MPI.SUM, root)
         return y
 
     def _all_gather(self, x: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
@@ -140,7 +143,13 @@ class MpiComm(Comm):
             self.raw.Reduce_scatter(x, y, np.diff(self.ends(x, sizes)), self.MPI.SUM)
         return y
 
-    def _all_to_all(self, x: np.ndarray, table: np.ndarray) -> np.ndarray:
+    def _all_to_all(self, x: np.ndarray, table: np.ndarray | None) -> np.ndarray:
+        if table is None and x.size <= self.largest:
+            y = np.empty_like(x)
+            self.raw.Alltoall(x, y)
+            return y
+        if table is None:
+            table = np.full((self.size, self.size), len(x) // self.size)
         mine, theirs = table[self.rank], table[:, self.rank]
         y = np.empty((theirs.sum(), *x.shape[1:]), x.dtype)
         out, into = self.ends(x, mine), self.ends(x, theirs)
@@ -154,13 +163,23 @@ class MpiComm(Comm):
 
     def _broadcast(self, x: np.ndarray, root: int) -> np.ndarray:
         y = x.copy() if self.rank == root else np.empty_like(x)
-        for part in self.pieces(0, y.size):
-            self.raw.Bcast(y.reshape(-1)[part], root)
+        if x.size <= self.largest:
+            self.raw.Bcast(y, root)
+        else:
+            for part in self.pieces(0, y.size):
+                self.raw.Bcast(y.reshape(-1)[part], root)
         return y
 
     def _barrier(self) -> None:
         if not self.checked:                            # else to agree on it was one
             self.raw.Barrier()
+
+    def _permute(self, x: np.ndarray, source: int | None, target: int | None, sizes: tuple[int, ...]) -> np.ndarray | None:
+        if source in (None, self.rank) or target is None or max(sizes) * x[:1].size > self.largest:
+            return self._start_permute(x, source, target, sizes).wait()
+        y = np.empty((sizes[source], *x.shape[1:]), x.dtype)
+        self.raw.Sendrecv(x, target, 0, y, source, 0)
+        return y
 
     def _start_permute(self, x: np.ndarray, source: int | None, target: int | None, sizes: tuple[int, ...]) -> Moving:
         if source == self.rank:
@@ -228,8 +247,7 @@ class Requests:
         if not self.done:
             comm = self.comm
             if comm.watch:
-                what = f"the wait for a transfer over {comm.name}"
-                comm.watch.doing = Doing(comm.group, comm.members, 0, lambda: what, False)
+                comm.watch.doing = comm, 0, "the wait for a transfer", str
             comm.MPI.Request.Waitall(self.requests)
             comm._leave()
             self.test()

@@ -16,8 +16,8 @@ class PaperComm(Comm):
     def sub(self, dims: dict[str, int], keep: tuple[str, ...]) -> Comm:
         return PaperComm(math.prod(dims[axis] for axis in keep), keep)
 
-    def _enter(self, claim: Callable[[], str], patience: float | None = None) -> None:
-        raise CommError(f"there is nobody to talk to on a mesh on paper: {claim()}")
+    def _enter(self, operation: str, what: Callable[[], str], patience: float | None = None) -> None:
+        raise CommError(f"there is nobody to talk to on a mesh on paper: {self.claim(operation, what)}")
 
 
 def paper_mesh(text: str) -> Mesh:

@@ -120,8 +120,9 @@ class ThreadComm(Comm):
         me = self.ranks[self.rank]
         return self.world.take(self.world.put(self.group, me, item), self.ranks, me, doing)
 
-    def _enter(self, claim: Callable[[], str], patience: float | None = None) -> None:
-        require_agreement(self.exchange(claim(), claim()), self.ranks)
+    def _enter(self, operation: str, what: Callable[[], str], patience: float | None = None) -> None:
+        claim = self.claim(operation, what)
+        require_agreement(self.exchange(claim, claim), self.ranks)
 
     def _leave(self) -> None:
         """Who waits, and who does not any more, is known to the world."""
@@ -150,7 +151,9 @@ class ThreadComm(Comm):
         start = sum(sizes[:self.rank])
         return combine([part[start:start + sizes[self.rank]] for part in self.everybodys(x)], "sum")
 
-    def _all_to_all(self, x: np.ndarray, table: np.ndarray) -> np.ndarray:
+    def _all_to_all(self, x: np.ndarray, table: np.ndarray | None) -> np.ndarray:
+        if table is None:
+            table = np.full((self.size, self.size), len(x) // self.size)
         ends = np.cumsum(table, axis=1)[:, self.rank]
         return np.concatenate([part[end - n:end] for part, end, n in zip(self.everybodys(x), ends, table[:, self.rank])])
 
@@ -159,6 +162,9 @@ class ThreadComm(Comm):
 
     def _barrier(self) -> None:
         """To agree on the barrier was one."""
+
+    def _permute(self, x: np.ndarray, source: int | None, target: int | None, sizes: tuple[int, ...]) -> np.ndarray | None:
+        return self._start_permute(x, source, target, sizes).wait()
 
     def _start_permute(self, x: np.ndarray, source: int | None, target: int | None, sizes: tuple[int, ...]) -> Moving:
         def result(parts: list[np.ndarray]) -> np.ndarray | None:

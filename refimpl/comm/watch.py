@@ -11,9 +11,9 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from dataclasses import asdict
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, Protocol
 
 from refimpl.comm.arguments import CommError
 from refimpl.comm.links import Links
@@ -27,17 +27,20 @@ GOODBYE = 1.5                                           # seconds for all ranks 
 FORWARDING = 0.5                                        # seconds for the launcher to pass on what a rank said
 
 
-class Doing(NamedTuple):
-    """The collective a rank is in: the n-th of its group."""
-    group: str
+class Group(Protocol):
+    """What a watch needs to know of a communicator."""
+    group: str                                          # its name and members
     members: tuple[int, ...]                            # numbers in the world
-    n: int
-    claim: Callable[[], str]
-    checked: bool                                       # no member leaves it before all have come
+    checked: bool                                       # no member leaves a collective before all have come
+
+    def claim(self, operation: str, what: Callable[[], str]) -> str: ...
+
+
+Doing = tuple[Group, int, str, Callable[[], str]]       # the collective a rank is in: the n-th of its group; its claim
 
 
 class Watch:
-    """Rank `rank`'s.  The thread that computes calls enter, leave, require_hope, fail, goodbye and end.
+    """Rank `rank`'s.  The thread that computes calls enter, require_hope, fail, goodbye and end, and sets `doing`.
 
     timeout  seconds in one collective after which the ranks that are not there are a fault
     """
@@ -45,7 +48,7 @@ class Watch:
     def __init__(self, links: Links, rank: int, size: int, timeout: float) -> None:
         self.links, self.rank, self.size, self.timeout = links, rank, size, timeout
         self.worker = threading.get_ident()
-        self.counts: Counter[str] = Counter()           # collectives begun, by group
+        self.counts: dict[str, int] = defaultdict(int)  # collectives begun, by group
         self.doing: Doing | None = None
         self.seen: Doing | None = None                  # what the thread saw this rank do, and for how long
         self.waited, self.looked, self.reported = 0.0, time.monotonic(), False
@@ -64,15 +67,12 @@ class Watch:
 
     # -- the thread that computes ------------------------------------------------------------------------------
 
-    def enter(self, group: str, members: tuple[int, ...], claim: Callable[[], str], checked: bool) -> None:
+    def enter(self, group: Group, operation: str, what: Callable[[], str]) -> None:
         """This rank begins a collective."""
-        self.counts[group] += 1
-        self.doing = Doing(group, members, self.counts[group], claim, checked)
+        self.counts[group.group] = n = self.counts[group.group] + 1
+        self.doing = group, n, operation, what
         if self.verdict:
             self.require_hope()
-
-    def leave(self) -> None:
-        self.doing = None
 
     def require_hope(self) -> None:
         """Error: CommError, the same on all ranks, once there is a verdict."""
@@ -104,7 +104,7 @@ class Watch:
         with self.lock:
             self.ended.add(self.rank)
             self.reports[self.rank] = Report(dict(self.counts))
-            self.links.send({"kind": "ended", "counts": self.counts})
+            self.links.send({"kind": "ended", "counts": dict(self.counts)})
             self.look_for_stuck_ranks()
         while len(self.ended) < self.size and not self.verdict:
             time.sleep(1e-3)                            # the others may need this core
@@ -155,7 +155,10 @@ class Watch:
         doing = self.doing
         if self.rank in self.ended:
             return "has ended"
-        return f"waits in {doing.claim()} ({place(self.worker)})" if doing else f"is at {place(self.worker)}"
+        if not doing:
+            return f"is at {place(self.worker)}"
+        group, _, operation, what = doing
+        return f"waits in {group.claim(operation, what)} ({place(self.worker)})"
 
     def look_for_stuck_ranks(self) -> None:
         if not self.faults and stuck(self.reports):
@@ -164,7 +167,7 @@ class Watch:
             self.learn(Fault(ended[0], "has ended") if ended else DEADLOCK)
 
     def tick(self) -> None:
-        now = time.monotonic()
+        now, doing = time.monotonic(), self.doing
         waited, self.looked = min(now - self.looked, 1.0), now      # a process that was stopped has not waited
         if self.verdict:
             self.speak_for_the_worker(now)
@@ -173,22 +176,22 @@ class Watch:
                 states = {r: self.states.get(r, "does not answer") for r in range(self.size) if r not in self.gone}
                 self.fault, self.judged = min(self.faults), now
                 self.verdict = sentence(self.fault, states)
-        elif self.doing is None or self.doing is not self.seen:
-            self.seen, self.waited, self.reported = self.doing, 0.0, False
+        elif doing is None or doing is not self.seen:
+            self.seen, self.waited, self.reported = doing, 0.0, False
         else:
             self.waited += waited
-            self.look_at_the_clock(self.seen)
+            self.look_at_the_clock(*doing[:2])
 
-    def look_at_the_clock(self, doing: Doing) -> None:
-        if self.waited > PATIENCE and doing.checked and not self.reported:
+    def look_at_the_clock(self, group: Group, n: int) -> None:
+        if self.waited > PATIENCE and group.checked and n and not self.reported:
             self.reported = True
-            self.reports[self.rank] = Report(dict(self.counts), doing.n, doing.group, doing.members)
+            self.reports[self.rank] = Report(dict(self.counts), n, group.group, group.members)
             self.links.send({"kind": "waits", **asdict(self.reports[self.rank])})
             self.look_for_stuck_ranks()
         if self.waited > self.timeout:
-            late = [m for m in doing.members if self.reports.get(m, Report()).counts.get(doing.group, 0) < doing.n]
+            late = [m for m in group.members if self.reports.get(m, Report()).counts.get(group.group, 0) < n]
             what = f"did not come within {self.timeout:g} s"
-            self.learn(Fault(late[0], what) if late and doing.checked else Fault(-1, f"somebody {what}"))
+            self.learn(Fault(late[0], what) if late and group.checked else Fault(-1, f"somebody {what}"))
 
     def speak_for_the_worker(self, now: float) -> None:
         """Where the rank itself does not come to say the verdict, for it is computing or blocked inside MPI."""
