@@ -5,6 +5,7 @@
 # make test-gpu-check  what the package uses of numpy is what the real cupy has; needs no GPU
 # make test-gpu      the ops and the decoder on a GPU (the driver is enough: cupy and CUDA 13 come from PyPI)
 # make bench-ops     each op's speed beside torch's
+# make bench-comm    each collective's speed beside bare mpi4py's, the cost of checks and of order, overlap (MPI=openmpi)
 # make doctor        what this machine has, and what to do about what is missing
 # make clean         remove the environments and results
 #
@@ -37,7 +38,7 @@ comma := ,
 extras = [$(if $(EXTRA_$(MPI)),$(EXTRA_$(MPI))$(comma))$(1)]
 install = $(RUN) -m pip install --quiet --disable-pip-version-check --editable ".$(call extras,$(1))"
 
-.PHONY: demo test lint test-serial test-mpi test-openmpi test-programs test-peers peers bench-ops ops test-gpu gpu test-gpu-check gpu-check doctor clean
+.PHONY: demo test lint test-serial test-mpi test-openmpi test-programs test-peers peers bench-ops ops bench-comm test-gpu gpu test-gpu-check gpu-check doctor clean
 
 demo: $(VENV)/ready-run
 	$(RUN) -m refimpl demo $(if $(TEXT),--text "$(TEXT)")
@@ -74,6 +75,9 @@ bench-ops:
 
 ops: $(VENV)/ready-peers
 	$(RUN) benchmarks/ops.py
+
+bench-comm: $(VENV)/ready-run
+	$(RUN) benchmarks/comm.py
 
 test-gpu-check:
 	$(MAKE) VENV=$(VENV_gpu-check) gpu-check

@@ -25,7 +25,8 @@ T = TypeVar("T")
 class Comm:
     """`size` ranks along the mesh axes `axes`; this one is `rank`.
 
-    order   "any": sums as the backend likes; "fixed": in the order of the ranks, the same bits under every backend
+    checked  ranks agree on what they do before they do it (ThreadComm: always)
+    order    "any": sums as the backend likes; "fixed": in the order of the ranks, the same bits under every backend
 
     Errors, on every rank: TypeError or ValueError where all ranks give the same wrong arguments, CommError where the
     ranks differ in operation, shape, dtype or other arguments, or where one of them does not come.
@@ -33,6 +34,7 @@ class Comm:
 
     def __init__(self, rank: int, size: int, axes: tuple[str, ...], ledger: Ledger | None = None) -> None:
         self.rank, self.size, self.axes, self.name, self.order = rank, size, axes, "+".join(axes), "any"
+        self.checked = True
         self.ledger = ledger if ledger is not None else Ledger()
 
     def fixed_order(self: T) -> T:
@@ -146,7 +148,7 @@ class Comm:
         """`permute`, of which the result can be waited for later.  x must not change until then."""
         source, target, n, sent, what = self.route(x, pairs, sizes)
         if self.size == 1:
-            return Transfer(Arrived(None if source is None else x), contiguous(x))
+            return Transfer(Arrived(None if source is None else x), contiguous(x), self.checked)
         return self.start("permute", what, x, source, target, n, payload=sent, wire=sent)
 
     def route(self, x: Array, pairs: Pairs, sizes: Sequence[int] | None) -> Any:
@@ -173,7 +175,7 @@ class Comm:
         check_array(x)
         check_reduction(x, how)
         if self.size == 1:
-            return Transfer(Arrived(x), contiguous(x))
+            return Transfer(Arrived(x), contiguous(x), self.checked)
         return self.start("all_reduce", lambda: f"{how} of {form(x)}", widened(x), how, payload=x.size, dtype=x.dtype)
 
     def progress(self) -> None:
@@ -251,7 +253,7 @@ class Comm:
 
         def spent(seconds: float) -> None:
             total.seconds += seconds
-        return Transfer(moving, sent, result, spent)
+        return Transfer(moving, sent, self.checked, result, spent)
 
     def claim(self, operation: str, what: Callable[[], str]) -> str:
         """What this rank says of the collective that it is in."""

@@ -4,6 +4,7 @@ Checked mode (the default): before each collective the ranks exchange a hash of 
 blocking.  Where they differ, all of them raise the same sentence, instead of hanging or mixing up each other's data.
 While they wait they look out for a verdict that the program cannot go on (watch.py).
 """
+import math
 import time
 from typing import Any, Callable, Iterator
 
@@ -153,8 +154,9 @@ class MpiComm(Comm):
         mine, theirs = table[self.rank], table[:, self.rank]
         y = np.empty((theirs.sum(), *x.shape[1:]), x.dtype)
         out, into = self.ends(x, mine), self.ends(x, theirs)
-        if max(x.size, y.size) <= self.largest:
-            self.raw.Alltoallv([x, np.diff(out), out[:-1]], [y, np.diff(into), into[:-1]])
+        largest = max(table.sum(axis=0).max(), table.sum(axis=1).max()) * math.prod(x.shape[1:])    # the same on all ranks
+        if largest <= self.largest:
+            self.raw.Alltoallv([x, (np.diff(out), out[:-1])], [y, (np.diff(into), into[:-1])])
             return y
         for step in range(self.size):                   # in pairs: to the rank `step` further on, from the one as far behind
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
@@ -175,7 +177,7 @@ class MpiComm(Comm):
             self.raw.Barrier()
 
     def _permute(self, x: np.ndarray, source: int | None, target: int | None, sizes: tuple[int, ...]) -> np.ndarray | None:
-        if source in (None, self.rank) or target is None or max(sizes) * x[:1].size > self.largest:
+        if source in (None, self.rank) or target is None or max(sizes) * math.prod(x.shape[1:]) > self.largest:
             return self._start_permute(x, source, target, sizes).wait()
         y = np.empty((sizes[source], *x.shape[1:]), x.dtype)
         self.raw.Sendrecv(x, target, 0, y, source, 0)
@@ -223,8 +225,7 @@ class MpiComm(Comm):
 
     def ends(self, x: np.ndarray, sizes: Any) -> np.ndarray:
         """Where each rank's elements begin and end, for rows of x shared out by `sizes`: int64[size + 1]."""
-        row = int(np.prod(x.shape[1:], dtype=np.int64))
-        return np.concatenate([[0], np.cumsum(sizes)]) * row
+        return np.concatenate([[0], np.cumsum(sizes)]) * math.prod(x.shape[1:])
 
     def operation(self, how: str) -> Any:
         return self.MPI.SUM if how == "sum" else maximum(self.MPI)

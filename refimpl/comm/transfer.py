@@ -5,12 +5,14 @@
     k = transfer.wait()
 """
 import time
+import zlib
 from typing import Any, Callable, Protocol
 
 import numpy as np
 
 from refimpl.array import Array
 from refimpl.autograd import seam
+from refimpl.comm.arguments import CommError
 
 
 class Moving(Protocol):
@@ -24,13 +26,16 @@ class Moving(Protocol):
 
 
 class Transfer:
-    """A collective that `comm.start_...` began.  What it was given is read-only until `wait`."""
+    """A collective that `comm.start_...` began.  What it was given must not change until `wait`.
 
-    def __init__(self, moving: Moving, sent: np.ndarray, result: Callable[[Any], Array | None] = lambda y: y,
+    checked  that it has not is an error otherwise (checked mode)
+    """
+
+    def __init__(self, moving: Moving, sent: np.ndarray, checked: bool, result: Callable[[Any], Array | None] = lambda y: y,
                  spent: Callable[[float], None] | None = None) -> None:
         self.moving, self.sent, self.result, self.spent, self.done = moving, sent, result, spent, False
+        self.before = fingerprint(sent) if checked else None
         self.y: Array | None = None
-        hold(sent)
 
     def test(self) -> bool:
         """Whether it has arrived; moves it on if not."""
@@ -38,15 +43,21 @@ class Transfer:
 
     @seam
     def wait(self) -> Array | None:
-        """The result; waiting again gives it again."""
+        """The result; waiting again gives it again.  Error: CommError where the array sent was changed under way."""
         if not self.done:
             start = time.perf_counter()
             self.y = self.result(self.moving.wait())
             self.done = True
-            release(self.sent)
             if self.spent:
                 self.spent(time.perf_counter() - start)             # the seconds that were not hidden
+            if self.before is not None and self.before != fingerprint(self.sent):
+                what = f"{self.sent.dtype}{list(self.sent.shape)}"
+                raise CommError(f"an array of {what} was changed while it travelled: wait() first")
         return self.y
+
+
+def fingerprint(x: np.ndarray) -> int:
+    return zlib.crc32(memoryview(x.reshape(-1).view(np.uint8)))
 
 
 class Arrived:
@@ -60,20 +71,3 @@ class Arrived:
 
     def wait(self) -> Any:
         return self.y
-
-
-HELD: dict[int, int] = {}                               # id of an array that was writeable -> transfers it is in
-
-
-def hold(x: np.ndarray) -> None:
-    if x.flags.writeable or id(x) in HELD:
-        HELD[id(x)] = HELD.get(id(x), 0) + 1
-        x.flags.writeable = False
-
-
-def release(x: np.ndarray) -> None:
-    if id(x) in HELD:
-        HELD[id(x)] -= 1
-        if not HELD[id(x)]:
-            del HELD[id(x)]
-            x.flags.writeable = True

@@ -1,4 +1,6 @@
 """Localises wrong numbers, aliased or edited buffers, and silence about wrong use, in the collectives of every backend."""
+import time
+
 import numpy as np
 import pytest
 
@@ -19,11 +21,17 @@ def pieces(comm, *args, **kwargs):
 
 def own_call(comm, name, x):
     """The collective `name` of x, in a form that every rank may use."""
+    p, n = comm.size, x.shape[0] if x.ndim else 0
+    to_the_next = [[n * (d == (s + 1) % p) for d in range(p)] for s in range(p)]
     return {"all_reduce": lambda: comm.all_reduce(x), "all_gather": lambda: comm.all_gather(x, axis=0),
-            "reduce_scatter": lambda: comm.reduce_scatter(x, axis=0), "broadcast": lambda: comm.broadcast(x)}[name]()
+            "reduce_scatter": lambda: comm.reduce_scatter(x, axis=0), "broadcast": lambda: comm.broadcast(x),
+            "reduce": lambda: comm.reduce(x, root=comm.size - 1), "all_to_all": lambda: comm.all_to_all(x, to_the_next),
+            "ring": lambda: comm.ring(x), "start_ring": lambda: comm.start_ring(x, -1).wait(),
+            "start_all_reduce": lambda: comm.start_all_reduce(x, "max").wait()}[name]()
 
 
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "ring", "start_ring",
+              "start_all_reduce")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -98,6 +106,84 @@ def test_broadcast_from_every_root(ranks):
     ranks.run(check)
 
 
+def test_reduce_is_the_sum_on_the_root_and_nothing_elsewhere(ranks):
+    def check(comm: Comm):
+        for root in range(comm.size):
+            for dtype in ("float64", "float16", "int32"):
+                total = np.sum(pieces(comm, dtype=dtype), axis=0, dtype=dtype)
+                got = comm.reduce(piece(comm.rank, dtype=dtype), root)
+                assert got.dtype == np.dtype(dtype) and np.array_equal(got, total if comm.rank == root else 0 * total)
+    ranks.run(check)
+
+
+def test_all_to_all_gives_every_rank_its_rows_in_the_order_of_the_sources(ranks):
+    def check(comm: Comm):
+        for table in ([[1] * comm.size] * comm.size,
+                      [[(s + 2 * d) % 3 for d in range(comm.size)] for s in range(comm.size)],      # some get nothing
+                      [[3 * (d == 0) for d in range(comm.size)] for s in range(comm.size)]):        # all to rank 0
+            def rows(s, d):
+                return [[100 * s + 10 * d + k, -1] for k in range(table[s][d])]
+            x = np.array(sum((rows(comm.rank, d) for d in range(comm.size)), []), float).reshape(-1, 2)
+            want = np.array(sum((rows(s, comm.rank) for s in range(comm.size)), []), float).reshape(-1, 2)
+            assert np.array_equal(comm.all_to_all(x, table), want)
+            if table[0] == [1] * comm.size:
+                assert np.array_equal(comm.all_to_all(x), want)
+    ranks.run(check)
+
+
+def test_permute_sends_along_its_pairs(ranks):
+    def check(comm: Comm):
+        p, r = comm.size, comm.rank
+        sizes = [s % 3 for s in range(p)]
+        x = np.full((sizes[r], 2), r)
+        for pairs in (((0, p - 1),), tuple((s, p - 1 - s) for s in range(p)), (), tuple((s, s) for s in range(p)), [[0, 0]]):
+            source = {t: s for s, t in pairs}.get(r)
+            for y in (comm.permute(x, pairs, sizes), comm.start_permute(x, pairs, sizes).wait()):
+                assert y is None if source is None else np.array_equal(y, np.full((sizes[source], 2), source))
+        for shift in (1, -1, 3):
+            assert np.array_equal(comm.ring(np.array([r]), shift), [(r - shift) % p])
+    ranks.run(check)
+
+
+def test_transfers_under_way_may_be_waited_for_in_any_order(ranks):
+    def check(comm: Comm):
+        p, r = comm.size, comm.rank
+        x = [np.full(1000, float(r + k)) for k in range(4)]
+        under_way = [comm.start_ring(x[0]), comm.start_all_reduce(x[1]), comm.start_ring(x[2], -1), comm.start_all_reduce(x[3])]
+        comm.progress()
+        assert comm.all_reduce(np.ones(1)) == p                                  # other collectives may come between
+        for k in (2, 0, 3, 1):
+            want = {0: (r - 1) % p, 2: (r + 1) % p + 2}.get(k, sum(s + k for s in range(p)))
+            y = under_way[k].wait()
+            assert (y == want).all() and under_way[k].wait() is y and under_way[k].test()
+    ranks.run(check)
+
+
+def test_what_is_changed_while_it_travels_is_an_error(ranks):
+    def check(comm: Comm):
+        for start in (comm.start_ring, comm.start_all_reduce):
+            x = np.ones((2, 3), np.float32)
+            transfer = start(x)
+            x[1, 2] = 2.0
+            with pytest.raises(CommError, match=r"float32\[2, 3\] was changed while it travelled: wait\(\) first"):
+                transfer.wait()
+            transfer = start(x)
+            transfer.wait()
+            x[1, 2] = 3.0
+            transfer.wait()
+    ranks.run(check)
+
+
+def test_a_transfer_arrives_while_somebody_polls(ranks):
+    def check(comm: Comm):
+        transfer = comm.start_ring(np.full(1 << 18, float(comm.rank)))
+        deadline = time.monotonic() + 20
+        while not transfer.test() and time.monotonic() < deadline:
+            comm.progress()
+        assert transfer.test() and (transfer.wait() == (comm.rank - 1) % comm.size).all()
+    ranks.run(check)
+
+
 def test_barrier_returns_on_every_rank(ranks):
     ranks.run(lambda comm: [comm.barrier() for _ in range(3)])
 
@@ -129,7 +215,8 @@ def test_any_memory_order_is_accepted(ranks, name):
     """mpi4py refuses what is not contiguous: the copy is ours to make, on threads too."""
     def check(comm: Comm):
         base = np.arange(24.0).reshape(4, 6) + comm.rank
-        for x in (base.T, base[:, ::2], base[::-1, 1:4], np.broadcast_to(base[0], (3, 6)), np.asfortranarray(base)):
+        for x in (base.T, base[:, ::2], base[::-1, 1:4], base[:, ::-1], np.broadcast_to(base[0], (3, 6)), base[::-1, ::-1],
+                  np.asfortranarray(base), np.moveaxis(base.reshape(2, 3, 4), 0, 2)):
             assert np.array_equal(own_call(comm, name, x), own_call(comm, name, x.copy()))
     ranks.run(check)
 
@@ -190,6 +277,18 @@ WRONG = {
     "root": (lambda c: c.broadcast(np.zeros(2), c.size), ValueError, "the root . is not one of . ranks"),
     "shares": (lambda c: c.reduce_scatter(np.zeros(5), 0, [2] * c.size), ValueError,
                "reduce_scatter over world: the shares .* of . ranks do not add up to 5 along axis 0"),
+    "rows": (lambda c: c.all_to_all(np.zeros(c.size + 1), [[1] * c.size] * c.size), (ValueError, CommError),
+             r"rank 0 holds . rows, its counts \[1.*\] are ."),
+    "table": (lambda c: c.all_to_all(np.zeros(2), [1, 1]), ValueError, "are . x . numbers of rows, got"),
+    "negative count": (lambda c: c.all_to_all(np.zeros(0), [[1, -1] + [0] * (c.size - 2)] * c.size), ValueError,
+                       "numbers of rows"),
+    "equal rows": (lambda c: c.all_to_all(np.array(1.0) if c.size == 1 else np.zeros(c.size + 1)), ValueError,
+                   "rows are no equal shares for . ranks: give counts|no axis 0"),
+    "twice": (lambda c: c.permute(np.zeros(2), ((0, 0), (0, 1))), ValueError, "rank 0 sends more than once in the pairs"),
+    "no such rank": (lambda c: c.start_permute(np.zeros(2), ((0, 9),)), ValueError, "name a rank that is not one of ."),
+    "number": (lambda c: c.all_reduce(3), TypeError, "takes an array, got int: np.asarray a list or a number"),
+    "number to start": (lambda c: c.start_all_reduce(2.5), TypeError, "takes an array, got float"),
+    "root of a reduce": (lambda c: c.reduce(np.zeros(2), -1), ValueError, "the root -1 is not one of . ranks"),
     "negative share": (lambda c: c.reduce_scatter(np.zeros(1), 0, [2, -1] + [0] * (c.size - 2)), ValueError,
                        "do not add up to 1"),
     "sizes": (lambda c: c.all_gather(np.zeros(2), 0, [2] * (c.size + 1)), (ValueError, CommError),
@@ -222,6 +321,11 @@ APART = {
     "barrier": lambda c: c.barrier() if c.rank else c.all_reduce(np.ones(1)),
     "wrong on one rank": lambda c: c.all_reduce(np.ones(4) if c.rank else [1.0]),
     "mesh": lambda c: Mesh(tp=c.size, comm=c) if c.rank else c.barrier(),
+    "counts": lambda c: c.all_to_all(np.ones(c.size), [[1] * c.size] * c.size if c.rank else None),
+    "pairs": lambda c: c.permute(np.ones(1), ((0, 1),) if c.rank else ((1, 0),)),
+    "started": lambda c: c.start_ring(np.ones(1)) if c.rank else c.start_all_reduce(np.ones(1)),
+    "reduce": lambda c: c.reduce(np.ones(3)) if c.rank else c.all_reduce(np.ones(3)),
+    "order": lambda c: (c.fixed_order() if c.rank else c).all_reduce(np.ones(3)),
     "claim": lambda c: c.agree(f"weights with hash {min(c.rank, 1)}"),
 }
 
