@@ -25,7 +25,7 @@ class Ending:
     """Ends all ranks, with `watch` where there is one."""
 
     def __init__(self, MPI: Any, watch: Watch | None) -> None:
-        self.MPI, self.watch, self.rank = MPI, watch, MPI.COMM_WORLD.Get_rank()
+        self.MPI, self.watch, self.rank, self.process = MPI, watch, MPI.COMM_WORLD.Get_rank(), os.getpid()
 
     def install(self) -> None:
         sys.excepthook = self.on_exception
@@ -36,7 +36,9 @@ class Ending:
 
     def on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """sys.excepthook: the traceback, under the rank's number; of a verdict, the verdict."""
-        if self.watch and self.watch.verdict and str(error) == self.watch.verdict:
+        if os.getpid() != self.process:
+            sys.__excepthook__(kind, error, trace)      # a child of this rank: its end is its own
+        elif self.watch and self.watch.verdict and str(error) == self.watch.verdict:
             self.end_as_told()
         elif issubclass(kind, KeyboardInterrupt):
             self.abort(Fault(self.rank, "was interrupted", INTERRUPTED), "")
@@ -45,14 +47,14 @@ class Ending:
 
     def on_exit(self, status: Any = None) -> None:
         """sys.exit, which aborts the job when the status says failure: Python calls no hook for SystemExit."""
-        if status is None or status == 0:
+        if status is None or status == 0 or os.getpid() != self.process:
             raise SystemExit(status)
         fault = failed(self.rank, SystemExit(status))
         self.abort(fault, "" if isinstance(status, int) else f"{status}\n")
 
     def on_end(self) -> None:
         """Stay until all ranks have come to their ends."""
-        if self.watch and not self.watch.end():
+        if self.watch and os.getpid() == self.process and not self.watch.end():
             self.end_as_told()
 
     def abort(self, fault: Fault, text: str) -> None:
