@@ -128,8 +128,11 @@ def as_dtype(y: Array, dtype: Any) -> Array:
 
 
 def widened(x: Array) -> Array:
-    """Half precision is added up in float32, so that the sum is rounded once."""
-    return x.astype(np.float32) if x.dtype.char == "e" else x
+    """What is added up in more than 16 bits: half precision, so that the sum is rounded once, and small integers, which wrap
+    round in numpy but saturate in Open MPI's vector code."""
+    if x.dtype.char not in "ebBhH":
+        return x
+    return x.astype(np.float32 if x.dtype.kind == "f" else np.int32)
 
 
 def form(x: Array, free_axis: int | None = None) -> str:

@@ -232,7 +232,7 @@ class Comm:
         finally:
             self._leave()
         n = x.size if payload is None else payload
-        self.ledger.totals[self.name, operation, stack.phase].add(n, n * x.itemsize, time.perf_counter() - start, wire)
+        self.ledger.totals[self.name, operation, stack.phase].add(n, n * x.dtype.itemsize, time.perf_counter() - start, wire)
         return y if type(x) is np.ndarray or y is None else xp_of(x).asarray(y)
 
     def start(self, operation: str, what: Callable[[], str], x: Array, *args: Any, payload: int, wire: int = 0,
@@ -246,7 +246,7 @@ class Comm:
         finally:
             self._leave()
         total = self.ledger.totals[self.name, operation, stack.phase]
-        total.add(payload, payload * x.itemsize, time.perf_counter() - start, wire)
+        total.add(payload, payload * x.dtype.itemsize, time.perf_counter() - start, wire)
 
         def result(y: np.ndarray | None) -> Array | None:
             return None if y is None else xp_of(x).asarray(as_dtype(y, dtype or y.dtype))

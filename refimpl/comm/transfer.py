@@ -57,7 +57,7 @@ class Transfer:
 
 
 def fingerprint(x: np.ndarray) -> int:
-    return zlib.crc32(memoryview(x.reshape(-1).view(np.uint8)))
+    return zlib.crc32(x.reshape(-1).view(np.uint8).data)
 
 
 class Arrived:

@@ -55,6 +55,18 @@ def test_half_precision_is_summed_in_float32(ranks):
     ranks.run(check)
 
 
+@pytest.mark.parametrize("dtype", ("uint8", "int8", "int16", "uint16", "int32"))
+def test_sums_of_integers_wrap_round_as_numpys_do(ranks, dtype):
+    """Open MPI's vector code saturates small ones, in whole vectors and not in what is left over."""
+    def check(comm: Comm):
+        x = np.full(70, np.iinfo(dtype).max, dtype)
+        total = np.sum([x] * comm.size, axis=0, dtype=dtype)
+        for y in (comm.all_reduce(x), comm.fixed_order().all_reduce(x), comm.start_all_reduce(x).wait()):
+            assert y.dtype == x.dtype and np.array_equal(y, total)
+        assert np.array_equal(comm.all_gather(comm.reduce_scatter(x, 0), 0, shares(70, comm.size)), total)
+    ranks.run(check)
+
+
 def test_maximum_keeps_nan_of_any_rank(ranks):
     def check(comm: Comm):
         x = np.arange(float(comm.size))
