@@ -11,6 +11,7 @@ import pytest
 import refimpl.parallel  # noqa: F401 (registers the collectives)
 from refimpl.autograd import REGISTRY
 from refimpl.cases import COLLECTIVES, EXACT
+from refimpl.cases.collectives import every_split
 from refimpl.cases.exact import UNIT, dyadic_array
 from refimpl.check.tools import cast, evaluate, floats, is_float, pull
 from refimpl.comm import shares
@@ -159,24 +160,108 @@ def whole(comm, name, shape, dtype):
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_collectives_equal_integer_sums_and_slices_on_any_number_of_ranks(ranks, dtype):
     def on_rank(comm):
-        r, cuts = comm.rank, np.cumsum((0, *shares(7, comm.size)))
-        own, block = slice(cuts[r], cuts[r + 1]), slice(7 * r, 7 * r + 7)
+        r, last, cuts, columns = comm.rank, comm.size - 1, *(np.cumsum((0, *shares(n, comm.size))) for n in (7, 5))
+        own, block, mine = slice(cuts[r], cuts[r + 1]), slice(7 * r, 7 * r + 7), slice(columns[r], columns[r + 1])
         xs, dys, joined_dys = (whole(comm, name, shape, dtype) for name, shape in (
             ("x", (7, 5)), ("dy", (7, 5)), ("joined dy", (7 * comm.size, 5))))
         x, dy, joined_dy, joined = xs[r], dys[0], joined_dys[0], np.concatenate(xs)
         total, dy_total, joined_dy_total = (np.add.reduce(list(map(integers, a))) * UNIT for a in (xs, dys, joined_dys))
+        sent, dy_sent = (np.concatenate([a[own] for a in each]) for each in (xs, dys))     # this rank's rows of all ranks
         expected = {                                    # x of this rank, y, dy (that of rank 0 where replicated), dx
             "copy_to": (xs[0], xs[0], dys[r], dy_total), "reduce_from": (x, total, dy, dy),
             "as_partial": (x, x, dys[r], dys[r]), "gather_from": (x, joined, joined_dy, joined_dy[block]),
             "all_gather": (x, joined, joined_dys[r], joined_dy_total[block]),
             "scatter_to": (xs[0], xs[0][own], dy[own], dy), "reduce_scatter": (x, total[own], dy[own], dy),
+            "all_to_all": (x, joined[:, mine], joined_dy[:, mine], joined_dy[block]),
+            "all_to_all_rows": (x, sent, dy_sent, dys[r]), "ring_shift": (x, xs[r - 1], dys[r], dys[(r + 1) % comm.size]),
+            "broadcast_from": (x, xs[last], dy, dy * (r == last)), "broadcast": (x, xs[last], dys[r], dy_total * (r == last)),
         }
+        static = {**dict.fromkeys(("gather_from", "all_gather", "scatter_to", "reduce_scatter"), {"axis": 0}),
+                  **dict.fromkeys(("broadcast_from", "broadcast"), {"root": last}), "all_to_all": {"split": 1, "join": 0},
+                  "all_to_all_rows": {"counts": [shares(7, comm.size)] * comm.size}}
         assert set(expected) == set(COLLECTIVES)
         for name, (given, y, dy_here, dx) in expected.items():
-            static = {"axis": 0} if name in ("gather_from", "all_gather", "scatter_to", "reduce_scatter") else {}
-            got, vjp = REGISTRY[name].array(given, comm=comm, **static)
+            got, vjp = REGISTRY[name].array(given, comm=comm, **static.get(name, {}))
             assert same(got, y.astype(dtype)), name
             assert same(vjp(dy_here), dx.astype(dtype)), f"the vjp of {name}"
+    ranks.run(on_rank)
+
+
+def dyadic_like(name, a):
+    return dyadic_array(name, a.shape).astype(a.dtype)
+
+
+def sum_of_products(a, b):
+    """Σ a·b in units of 2^-6, as an integer that int64 holds."""
+    return int(np.sum((a / UNIT).astype(np.int64) * (b / UNIT).astype(np.int64)))
+
+
+def imbalance(op, comm, before, after, x, static):
+    """y, and this rank's share of <dy, y> - <vjp(dy), x>, which over all ranks adds up to nothing."""
+    y, vjp = op.array(x, comm=comm, **static)
+    dy = dyadic_like("dy" if after in ("replicated", "partial") else f"dy of rank {comm.rank}", y)
+    dx = vjp(dy)
+    assert (dx.shape, dx.dtype) == (x.shape, x.dtype)
+    left, right = (sum_of_products(a, b) * (layout != "replicated" or comm.rank == 0)
+                   for a, b, layout in ((dy, y, after), (dx, x, before)))
+    return y, left - right
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_every_split_of_a_few_rows(ranks, dtype):
+    """Values against slices of the whole, gradients by <dy, y> = <vjp(dy), x>, both to the last bit."""
+    def on_rank(comm):
+        size, rank, differences = comm.size, comm.rank, []
+        n = 4 if size <= 4 else 2
+        x, others = dyadic_array("x", (2, n, 3)).astype(dtype), whole(comm, "x", (2, n, 3), dtype)
+        total = np.add.reduce(list(map(integers, others))) * UNIT
+        for sizes in every_split(n, size):
+            ends = np.cumsum((0, *sizes))
+            parts = [slice(start, stop) for start, stop in zip(ends, ends[1:])]
+            own, behind, turned = parts[rank], parts[rank - 1], sizes[::-1]
+            square = dyadic_array("square", (n, n, 2)).astype(dtype)        # rows in `sizes`, columns in `turned`
+            to_columns = {"split": 1, "join": 0, "split_sizes": turned, "join_sizes": sizes}
+            columns = slice(n - ends[size - rank], n - ends[size - rank - 1])
+            counts = [[sizes[(s + t) % size] for t in range(size)] for s in range(size)]
+            sent = [np.split(a[0], np.cumsum(row)[:-1]) for a, row in zip(others, counts)]
+            along = {"axis": 1, "sizes": sizes}
+            for name, given, static, y in (
+                    ("gather_from", x[:, own], along, x), ("all_gather", x[:, own], along, x),
+                    ("scatter_to", x, along, x[:, own]), ("reduce_scatter", others[rank], along, total[:, own]),
+                    ("ring_shift", x[0, own], {"sizes": sizes}, x[0, behind]),
+                    ("all_to_all", square[own], to_columns, square[:, columns]),
+                    ("all_to_all_rows", others[rank][0], {"counts": counts}, np.concatenate([a[rank] for a in sent]))):
+                case = COLLECTIVES[name][0]
+                got, difference = imbalance(REGISTRY[name], comm, case.before, case.after, given, static)
+                assert same(got, np.asarray(y, dtype)), f"{name}, {sizes}"
+                differences.append(difference)
+        assert not comm.all_reduce(np.array(differences)).any()
+    ranks.run(on_rank)
+
+
+def scrambled(a):
+    """The same values, back to front in memory, the last axis first, with holes between them."""
+    return np.flip(np.repeat(np.flip(a).T, 2, axis=0)[::2].T) if a.ndim else a
+
+
+@pytest.mark.parametrize("name", sorted(COLLECTIVES))
+def test_a_collective_gives_the_same_bits_in_every_memory_order_and_dtype(ranks, name):
+    def on_rank(comm):
+        differences, op = [], REGISTRY[name]
+        for case in COLLECTIVES[name]:
+            drawn, static = case.arguments(comm, "float64")
+            x = np.floor(drawn * 32) * UNIT
+            y, difference = imbalance(op, comm, case.before, case.after, x, static)
+            differences.append(difference)
+            dy = dyadic_like("another dy" if case.after != "per_rank" else f"another dy of rank {comm.rank}", y)
+            dx = op.array(x, comm=comm, **static)[1](dy)
+            assert x.size < 2 or not scrambled(x).flags.c_contiguous
+            for again, dy_again in ((scrambled(x), scrambled(dy)), (scrambled(x.astype("float32")), dy.astype("float32"))):
+                y_again, vjp = op.array(again, comm=comm, **static)
+                dx_again = vjp(dy_again)
+                assert same(y_again, y) and same(dx_again, dx), case.name
+                assert y_again.dtype == dx_again.dtype == again.dtype
+        assert not comm.all_reduce(np.array(differences)).any()
     ranks.run(on_rank)
 
 

@@ -76,7 +76,8 @@ def require(op_name: str, tensors: list[Any], varies: frozenset[str]) -> None:
             for leaf in t.leaves:
                 if missing & leaf.layout.varies:
                     raise LayoutError(f"{op_name}: {describe(t)} was gathered over {names(missing & leaf.layout.varies)} as "
-                                      f"one replicated value, its partner varies there: use all_gather, whose vjp adds up")
+                                      f"one replicated value, its partner varies there: use all_gather (of a root's value: "
+                                      f"broadcast), whose vjp adds up")
                 t.tape.record_use(op_name, leaf, missing)
         elif missing:
             raise LayoutError(f"{op_name}: {describe(t)} is replicated over {names(missing)}, its partner is not: copy_to it "

@@ -107,7 +107,8 @@ class Op:
                                 f"anything else by name")
         for key, value in static.items():
             if type(value) is Tensor or getattr(value, "shape", None):
-                raise TypeError(f"{self.name}: {key} is a {type(value).__name__} given by name: arrays are given by position")
+                raise TypeError(f"{self.name}: {key} is a {type(value).__name__} given by name: arrays are given by position, "
+                                f"a table of sizes as lists (.tolist())")
         self.check_dtypes(arrays)
         layout = self.layout(args, static) if self.layout else join(self, tensors)
         if layout.partial and self.linearity == "joint" and any(type(a) is not Tensor for a in args[self.values]):

@@ -65,8 +65,9 @@ class MpiComm(Comm):
             if waited > 1e-4:
                 time.sleep(1e-6 if waited < 1e-2 else 1e-4)
         if (hashes != hashes[0]).any():                 # on all ranks, or on none
-            text = np.zeros(CLAIM_BYTES, np.uint8)
-            raw = claim.encode()[:CLAIM_BYTES]
+            raw, text = claim.encode(), np.zeros(CLAIM_BYTES, np.uint8)
+            if len(raw) > CLAIM_BYTES:                  # they may be the same up to there
+                raw = raw[:CLAIM_BYTES - 32] + f" ... (hash {mine[0]:x})".encode()
             text[:len(raw)] = np.frombuffer(raw, np.uint8)
             texts = np.empty((self.size, CLAIM_BYTES), np.uint8)
             self.raw.Allgather(text, texts)

@@ -1,9 +1,13 @@
-"""Parallelism: collectives.py (f, g and their kin), linear.py (column and row cut), cuts.py, data.py (the gradient rule)."""
-from refimpl.parallel.collectives import all_gather, as_partial, copy_to, gather_from, reduce_from, reduce_scatter, scatter_to
+"""Parallelism: collectives.py (f, g and their kin), exchanges.py (all-to-all, ring), layouts.py (what these refuse), linear.py
+(column and row cut), cuts.py, data.py (the gradient rule)."""
+from refimpl.parallel.collectives import (all_gather, as_partial, broadcast, broadcast_from, copy_to, gather_from, reduce_from,
+                                          reduce_scatter, scatter_to)
 from refimpl.parallel.cuts import Cut, Placement, Replicated, box, gather, parameter, shard
 from refimpl.parallel.data import divide_by_count, reduce_gradients, total_over
+from refimpl.parallel.exchanges import all_to_all, all_to_all_rows, ring_shift
 from refimpl.parallel.linear import column_parallel_linear, row_parallel_linear
 
-__all__ = ["Cut", "Placement", "Replicated", "all_gather", "as_partial", "box", "column_parallel_linear", "copy_to",
-           "divide_by_count", "gather", "gather_from", "parameter", "reduce_from", "reduce_gradients", "reduce_scatter",
-           "row_parallel_linear", "scatter_to", "shard", "total_over"]
+__all__ = ["Cut", "Placement", "Replicated", "all_gather", "all_to_all", "all_to_all_rows", "as_partial", "box", "broadcast",
+           "broadcast_from", "column_parallel_linear", "copy_to", "divide_by_count", "gather", "gather_from", "parameter",
+           "reduce_from", "reduce_gradients", "reduce_scatter", "ring_shift", "row_parallel_linear", "scatter_to", "shard",
+           "total_over"]

@@ -8,60 +8,31 @@
 | `scatter_to` | Replicated -> Shard | own slice | all_gather |
 | `all_gather` | Shard -> PerRank | all_gather | reduce_scatter |
 | `reduce_scatter` | Partial -> Shard | reduce_scatter | all_gather |
+| `all_to_all` | Shard(join) -> Shard(split) | all_to_all | all_to_all back |
+| `all_to_all_rows` | PerRank -> PerRank, rows by counts | all_to_all | all_to_all by the transposed counts |
+| `ring_shift` | PerRank -> PerRank | send to rank + shift | send to rank - shift |
+| `broadcast_from` | root -> Replicated | broadcast | root takes dy, the others zeros |
+| `broadcast` | root -> PerRank | broadcast | reduce to root, zeros on the others |
+| `as_partial` | PerRank -> Partial | identity | identity |
 
 Replicated: the same value on all ranks, counted once.  Shard(axis): the global array cut along a numpy axis.  Partial:
-the value is the sum over ranks.  PerRank: independent values.  The vjps follow from <dy, J v> = <vjp(dy), v>, where the
-inner product counts a replicated value once and sums everything else over ranks; tests/ops/test_registry.py
-checks this on all ranks.  Why there is no plain differentiable "all_reduce": its gradient depends on the layout of its
-output (Replicated: identity; PerRank: all_reduce), so it has to be named.
+the value is the sum over ranks.  PerRank: independent values.  root: that of one rank, the others' do not matter.  The
+vjps follow from <dy, J v> = <vjp(dy), v>, where the inner product counts a replicated value once and sums everything else
+over ranks; tests/ops/test_registry.py checks this on all ranks.  Why there is no plain differentiable "all_reduce": its
+gradient depends on the layout of its output (Replicated: identity; PerRank: all_reduce), so it has to be named.  For the
+same reason there are two ways to gather, and two to broadcast.
 
-`comm` is a communicator of a mesh (`mesh.tp`).  Reference: Shoeybi et al. 2019 (Megatron-LM), section 3, figure 3.
+`comm` is a communicator of a mesh (`mesh.tp`).  The three ops after which every rank holds what others held are in
+exchanges.py; what each op refuses, and where its output is cut, is said by layouts.py.
+Reference: Shoeybi et al. 2019 (Megatron-LM), section 3, figure 3.
 """
-from refimpl.autograd import Layout, LayoutError, Tensor, op
-from refimpl.autograd.layout import NOWHERE, describe, names
+from refimpl.array import xp_of
+from refimpl.autograd import op
 from refimpl.comm import shares
+from refimpl.parallel.layouts import ANYWHERE, moved_cut, rule
 
 
-def rule(op_name, before, after):
-    """The layout rule of a collective: checks that its input is `before` over comm's axes and makes it `after`."""
-    def layout(args, static):
-        x, axes = args[0], frozenset(static["comm"].axes)
-        if type(x) is not Tensor:                       # a plain array is taken for what the op needs
-            return Layout(axes if after != "replicated" else NOWHERE, axes if after == "partial" else NOWHERE)
-        varies, partial = x.layout
-        state = "partial" if axes & partial else "varying" if axes & varies else "replicated"
-        mixed = (axes & varies) not in (axes, frozenset()) or (axes & partial) not in (axes, frozenset())
-        if state != before or mixed:
-            raise LayoutError(f"{op_name} over {names(axes)} takes a {before} value, but {describe(x)} is {state} there: "
-                              f"{ADVICE[before]}")
-        if partial - axes and before != "partial":
-            raise LayoutError(f"{op_name} of a value that is partial over {names(partial - axes)}: reduce_from it first")
-        varies = varies - axes if after == "replicated" else varies | axes
-        return Layout(varies, (partial - axes) | (axes if after == "partial" else NOWHERE))
-    return layout
-
-
-def moved_cut(kind):
-    """Where a collective's output is cut: "scatter" cuts, "gather" joins, "add" adds up; other mesh axes' cuts stay."""
-    def cut(args, static, y):
-        axes = static["comm"].axes
-        known = getattr(args[0], "cut", {})
-        kept = {axis: k for axis, k in known.items() if axis not in axes}
-        for axis in axes:
-            wanted = static.get("axis", -1) % y.ndim if kind == "gather" else None
-            if axis in known and known[axis] != wanted:
-                how = f"joined along axis {wanted}" if kind == "gather" else "added up"
-                raise LayoutError(f"{describe(args[0])} is cut over {axis} along axis {known[axis]}: its parts cannot be {how}")
-        return kept | ({axis: static.get("axis", -1) % y.ndim for axis in axes} if kind == "scatter" else {})
-    return cut
-
-
-ADVICE = {"replicated": "a second f would add its gradient up twice",
-          "partial": "only a sum over ranks may be reduced (the product with a row-cut weight is one; as_partial marks others)",
-          "varying": "there is nothing to join"}
-
-
-@op(linearity="each", collective=True, cut=moved_cut("add"), layout=rule("copy_to", "replicated", "varying"))
+@op(linearity="each", collective=True, cut=moved_cut(), layout=rule("copy_to", "replicated", "varying"))
 def copy_to(x, comm=None):
     """f: enter a region where every rank works on its own part.
 
@@ -78,7 +49,7 @@ def copy_to(x, comm=None):
     return y, vjp
 
 
-@op(linearity="each", collective=True, cut=moved_cut("add"), layout=rule("reduce_from", "partial", "replicated"))
+@op(linearity="each", collective=True, cut=moved_cut(), layout=rule("reduce_from", "partial", "replicated"))
 def reduce_from(x, comm=None):
     """g: leave the region, adding the parts up.
 
@@ -95,7 +66,7 @@ def reduce_from(x, comm=None):
     return y, vjp
 
 
-@op(linearity="each", collective=True, cut=moved_cut("gather"), layout=rule("gather_from", "varying", "replicated"))
+@op(linearity="each", collective=True, cut=moved_cut("axis"), layout=rule("gather_from", "varying", "replicated"))
 def gather_from(x, comm=None, axis=-1, sizes=None):
     """Join the shards where every rank then does the same with the whole.
 
@@ -113,7 +84,7 @@ def gather_from(x, comm=None, axis=-1, sizes=None):
     return y, vjp
 
 
-@op(linearity="each", collective=True, cut=moved_cut("scatter"), layout=rule("scatter_to", "replicated", "varying"))
+@op(linearity="each", collective=True, cut=moved_cut(None, "axis"), layout=rule("scatter_to", "replicated", "varying"))
 def scatter_to(x, comm=None, axis=-1, sizes=None):
     """Keep the own slice of a replicated value.
 
@@ -131,7 +102,7 @@ def scatter_to(x, comm=None, axis=-1, sizes=None):
     return y, vjp
 
 
-@op(linearity="each", collective=True, cut=moved_cut("gather"), layout=rule("all_gather", "varying", "varying"))
+@op(linearity="each", collective=True, cut=moved_cut("axis"), layout=rule("all_gather", "varying", "varying"))
 def all_gather(x, comm=None, axis=-1, sizes=None):
     """Join the shards where every rank then does its own thing with the whole.
 
@@ -149,7 +120,7 @@ def all_gather(x, comm=None, axis=-1, sizes=None):
     return y, vjp
 
 
-@op(linearity="each", collective=True, cut=moved_cut("scatter"), layout=rule("reduce_scatter", "partial", "varying"))
+@op(linearity="each", collective=True, cut=moved_cut(None, "axis"), layout=rule("reduce_scatter", "partial", "varying"))
 def reduce_scatter(x, comm=None, axis=-1, sizes=None):
     """Add the parts up and keep the own slice of the sum.
 
@@ -167,7 +138,44 @@ def reduce_scatter(x, comm=None, axis=-1, sizes=None):
     return y, vjp
 
 
-@op(linearity="each", cut=moved_cut("add"), layout=rule("as_partial", "varying", "partial"))
+@op(linearity="each", collective=True, cut=moved_cut(refusal="one rank holds a part only: gather_from joins them"),
+    layout=rule("broadcast_from", "varying", "replicated", "every rank has it already"))
+def broadcast_from(x, comm=None, root=0):
+    """Give what one rank has made to all, where every rank then does the same with it.
+
+    Equation:   y = x_root
+    Shapes:     x[...], equal on all ranks, root -> y[...] Replicated
+    VJP:        dx_root = dy, dx_r = 0 on the other ranks
+    Residuals:  none
+    Reference:  JAX `pbroadcast`
+    """
+    y = comm.broadcast(x, root).view()
+
+    def vjp(dy):
+        return dy if comm.rank == root else xp_of(dy).zeros_like(dy)
+    return y, vjp
+
+
+@op(linearity="each", collective=True, cut=moved_cut(ANYWHERE),
+    layout=rule("broadcast", "varying", "varying", "every rank has it already; copy_to lets each do its own thing with it"))
+def broadcast(x, comm=None, root=0):
+    """Give what one rank has made to all, where every rank then does its own thing with it.
+
+    Equation:   y_r = x_root on every rank r
+    Shapes:     x[...], equal on all ranks, root -> y[...] PerRank
+    VJP:        dx_root = Σ_r dy_r  (reduce), dx_r = 0 on the other ranks
+    Residuals:  none
+    Reference:  it is copy_to of broadcast_from.  torch.distributed.nn.functional.broadcast
+    """
+    y = comm.broadcast(x, root).view()
+
+    def vjp(dy):
+        return comm.reduce(dy, root)
+    return y, vjp
+
+
+@op(linearity="each", cut=moved_cut(),
+    layout=rule("as_partial", "varying", "partial", "it would be counted once per rank"))
 def as_partial(x, comm=None):
     """Say that the true value is the sum of what the ranks hold (a loss summed over each rank's own rows).
 
@@ -189,7 +197,14 @@ def own_slice(x, comm, axis, sizes):
     if sum(sizes) != x.shape[axis] or len(sizes) != comm.size:
         raise ValueError(f"the shares {tuple(sizes)} of {comm.size} ranks do not add up to {x.shape[axis]} along axis {axis} "
                          f"of {x.shape}")
-    start = sum(sizes[:comm.rank])
-    where = [slice(None)] * x.ndim
-    where[axis] = slice(start, start + sizes[comm.rank])
-    return x[tuple(where)]
+    return cut_in(x, axis, sizes)[comm.rank]
+
+
+def cut_in(x, axis, sizes):
+    """The parts of x along `axis`, one for each of `sizes`."""
+    parts, start, where = [], 0, [slice(None)] * x.ndim
+    for n in sizes:
+        where[axis] = slice(start, start + n)
+        parts.append(x[tuple(where)])
+        start += n
+    return parts

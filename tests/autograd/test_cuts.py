@@ -8,8 +8,9 @@ from refimpl.cases import CASES
 from refimpl.comm import Mesh
 from refimpl.ops import (add, attention, divide, einsum, gather, gelu_tanh, linear, matmul, mean, mul, repeat, reshape, scale,
                          scatter_add, softmax, sum, transpose, where)
-from refimpl.parallel import (all_gather, as_partial, column_parallel_linear, copy_to, gather_from, reduce_from,
-                              row_parallel_linear, scatter_to)
+from refimpl.parallel import (all_gather, all_to_all, all_to_all_rows, as_partial, broadcast, broadcast_from,
+                              column_parallel_linear, copy_to, gather_from, reduce_from, ring_shift, row_parallel_linear,
+                              scatter_to)
 
 TP, CP = frozenset({"tp"}), frozenset({"cp"})
 MESH = Mesh()
@@ -95,6 +96,46 @@ def test_collectives_join_parts_along_the_axis_they_were_cut_along():
             join(h, comm=MESH.tp, axis=0)
     with pytest.raises(LayoutError, match="is cut over tp along axis 1: its parts cannot be added up"):
         as_partial(h, comm=MESH.tp)
+
+
+def test_all_to_all_moves_the_cut_from_one_axis_to_another():
+    heads = all_to_all(cut((2, 4, 3, 5), 2, "cp"), comm=MESH.cp, split=1, join=2)
+    assert heads.cut == {"cp": 1} and heads.layout == Layout(CP)
+    assert all_to_all(heads, comm=MESH.cp, split=-2, join=-3).cut == {"cp": 2}
+    both = Tensor(np.ones((4, 3, 2)), Layout(CP | TP), cut={"tp": 0, "cp": 1})
+    assert all_to_all(both, comm=MESH.cp, split=2, join=1).cut == {"tp": 0, "cp": 2}        # tp's cut stays
+    assert all_to_all(both, comm=MESH.cp, split=0, join=1).cut == {"tp": 0, "cp": 0}
+    assert all_to_all(Tensor(np.ones((4, 3)), Layout(TP)), comm=MESH.tp, split=0, join=1).cut == {"tp": 0}
+    with pytest.raises(LayoutError, match="is cut over cp along axis 1: its parts cannot be joined along axis 2, only"):
+        all_to_all(heads, comm=MESH.cp, split=1, join=2)
+    with pytest.raises(ValueError, match=r"over cp: split and join are both axis 1 of x\[2, 4, 3, 5\], but x is cut"):
+        all_to_all(heads, comm=MESH.cp, split=1, join=-3)
+
+
+def test_rows_that_have_changed_places_are_no_cut_of_the_whole():
+    moved = all_to_all_rows(Tensor(np.ones((4, 3)), Layout(CP | TP), cut={"cp": 0, "tp": 1}), comm=MESH.cp, counts=[[4]])
+    assert moved.cut == {"tp": 1} and moved.varies == CP | TP
+    with pytest.raises(LayoutError, match="is cut over tp along axis 1: its parts cannot be joined along axis 0, only"):
+        all_to_all_rows(cut((4, 3), 1), comm=MESH.tp, counts=[[4]])         # a part of each row
+    with pytest.raises(LayoutError, match="the loss differs between the ranks over tp: reduce_from it first"):
+        value_and_grad(lambda p: sum(all_to_all_rows(p["x"], comm=MESH.tp, counts=[[4]])), {"x": cut((4, 3), 0, name="x")})
+
+
+def test_another_ranks_part_is_no_part_of_this_ranks():
+    """So attention takes keys that went round the ring, though it works along the axis that they are cut along."""
+    q, k, v = (cut((1, 2, 3, 4), 2, "cp") for _ in "qkv")
+    with pytest.raises(LayoutError, match="attention works along axis 2"):
+        attention(q, k, v)
+    k, v = (ring_shift(a, comm=MESH.cp, sizes=(1,)) for a in (k, v))
+    assert not k.cut and attention(q, k, v).cut == {"cp": 2}
+
+
+def test_a_part_may_be_sent_to_all_but_is_not_the_whole():
+    h = Tensor(np.ones((4, 2)), Layout(CP | TP), cut={"tp": 1, "cp": 0})
+    assert broadcast(h, comm=MESH.tp).cut == {"cp": 0}                      # the blocks of a matrix product, in turn
+    with pytest.raises(LayoutError, match="is cut over tp along axis 1: one rank holds a part only: gather_from joins them"):
+        broadcast_from(h, comm=MESH.tp)
+    assert broadcast_from(Tensor(np.ones(3), Layout(TP)), comm=MESH.tp).layout == Layout()
 
 
 def test_a_column_cut_becomes_a_cut_of_heads_and_back():

@@ -9,7 +9,8 @@ from refimpl.autograd import Layout, LayoutError, Tensor, recompute, value_and_g
 from refimpl.comm import Mesh, run_threads
 from refimpl.ops import (add, cross_entropy, dropout, embedding, gelu_tanh, layer_norm, linear, max, mul, reshape, scale,
                          softmax, sum, transpose)
-from refimpl.parallel import all_gather, as_partial, column_parallel_linear, copy_to, gather_from, reduce_from, scatter_to
+from refimpl.parallel import (all_gather, all_to_all, all_to_all_rows, as_partial, broadcast, broadcast_from,
+                              column_parallel_linear, copy_to, gather_from, reduce_from, reduce_scatter, ring_shift, scatter_to)
 from refimpl.rng import draw
 
 TP, DP = frozenset({"tp"}), frozenset({"dp"})
@@ -119,16 +120,45 @@ def test_a_partial_loss_is_an_error():
             {"down.w": weight("down.w", (D, D), 0)})
 
 
+def partial():
+    return as_partial(x(TP), comm=MESH.tp)
+
+
+OTHERS = {all_to_all: {"split": 0, "join": 1}, all_to_all_rows: {"counts": [[3]]}}      # arguments that have no default
+
+
 @pytest.mark.parametrize("collective, given, words", [
     (copy_to, x(TP), "copy_to over tp takes a replicated value, but an activation .* is varying there: a second f would add"),
-    (reduce_from, x(), "reduce_from over tp takes a partial value, but an activation .* is replicated there"),
+    (copy_to, partial(), "copy_to over tp takes a replicated value, .* is partial there: reduce_from it first"),
+    (reduce_from, x(), "reduce_from over tp takes a partial value, but an activation .* is replicated there: only a sum"),
     (reduce_from, x(TP), "reduce_from over tp takes a partial value, but an activation .* is varying there: only a sum"),
+    (reduce_scatter, x(TP), "reduce_scatter over tp takes a partial value, .* is varying there: only a sum"),
     (gather_from, x(), "gather_from over tp takes a varying value, .* is replicated there: there is nothing to join"),
     (scatter_to, x(TP), "scatter_to over tp takes a replicated value, .* is varying there"),
-    (as_partial, x(), "as_partial over tp takes a varying value, .* is replicated there")])
+    (as_partial, x(), "as_partial over tp takes a varying value, .* is replicated there: it would be counted once per rank"),
+    (all_to_all, x(), "all_to_all over tp takes a varying value, .* is replicated there: scatter_to cuts it"),
+    (all_to_all_rows, x(), r"all_to_all_rows over tp .* is replicated there: scatter_to \(axis=0\) gives each rank its rows"),
+    (ring_shift, x(), "ring_shift over tp takes a varying value, .* is replicated there: every rank has it already"),
+    (broadcast_from, x(), "broadcast_from over tp takes a varying value, .* is replicated there: every rank has it already"),
+    (broadcast, x(), "broadcast over tp .* is replicated there: every rank has it already; copy_to lets each do its own thing"),
+    *((op, partial(), f"{op.name} over tp takes a varying value, .* is partial there: reduce_from it first")
+      for op in (gather_from, all_gather, all_to_all, all_to_all_rows, ring_shift, broadcast_from, broadcast))])
 def test_collectives_check_the_layout_of_their_input(collective, given, words):
     with pytest.raises(LayoutError, match=words):
-        collective(given, comm=MESH.tp)
+        collective(given, comm=MESH.tp, **OTHERS.get(collective, {}))
+
+
+@pytest.mark.parametrize("collective", [all_gather, all_to_all, all_to_all_rows, ring_shift, broadcast, reduce_scatter,
+                                        copy_to])
+def test_what_differs_between_ranks_afterwards_says_so(collective):
+    given = partial() if collective is reduce_scatter else x() if collective is copy_to else x(TP)
+    assert collective(given, comm=MESH.tp, **OTHERS.get(collective, {})).layout == Layout(TP)
+
+
+@pytest.mark.parametrize("collective", [gather_from, broadcast_from, reduce_from])
+def test_what_is_one_value_on_all_ranks_afterwards_says_so(collective):
+    assert collective(partial() if collective is reduce_from else x(TP | DP), comm=MESH.tp).layout == Layout(
+        frozenset() if collective is reduce_from else DP)
 
 
 def test_rows_cut_weights_want_a_cut_input():
@@ -278,12 +308,28 @@ def test_a_parameter_gathered_as_one_value_beside_varying_data_is_refused():
     assert grads["w"].layout == Layout(DP)
 
 
+def test_a_parameter_of_one_rank_beside_varying_data_is_refused_unless_its_gradient_comes_home():
+    """broadcast_from's vjp takes what the root alone found; broadcast adds up what all found."""
+    w = {"w": Tensor(draw("w", (D, D)), Layout(DP), name="w")}
+
+    def f(give):
+        return lambda p: sum(linear(x(DP), give(p["w"], comm=MESH.dp)))
+    with pytest.raises(LayoutError, match=r"over dp as one replicated value, .* all_gather \(of a root's value: broadcast\)"):
+        run(f(broadcast_from), w)
+    _, grads = run(f(broadcast), w)
+    assert grads["w"].layout == Layout(DP)
+
+
 def test_collectives_refuse_a_value_that_is_partial_over_another_axis_or_mixed():
     partial_over_dp = as_partial(x(DP), comm=MESH.dp)
     with pytest.raises(LayoutError, match="copy_to of a value that is partial over dp: reduce_from it first"):
         copy_to(partial_over_dp, comm=MESH.tp)
-    with pytest.raises(LayoutError, match=r"gather_from over dp\+tp takes a varying value"):
+    with pytest.raises(LayoutError, match=r"gather_from over dp\+tp takes a varying value, but an activation .* is varying "
+                                          r"over dp and replicated over tp there: there is nothing to join"):
         gather_from(x(DP), comm=MESH.comm("dp", "tp"))
+    for op in (ring_shift, broadcast, broadcast_from):
+        with pytest.raises(LayoutError, match=f"{op.name} of a value that is partial over dp: reduce_from it first"):
+            op(Tensor(draw("x", (3, D)), Layout(DP | TP, DP)), comm=MESH.tp)
 
 
 def test_the_sweep_gives_an_unused_collective_a_zero_cotangent():

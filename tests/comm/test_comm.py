@@ -338,6 +338,7 @@ APART = {
     "started": lambda c: c.start_ring(np.ones(1)) if c.rank else c.start_all_reduce(np.ones(1)),
     "reduce": lambda c: c.reduce(np.ones(3)) if c.rank else c.all_reduce(np.ones(3)),
     "order": lambda c: (c.fixed_order() if c.rank else c).all_reduce(np.ones(3)),
+    "end of a long claim": lambda c: c.agree("x" * 2000 + str(min(c.rank, 1))),
     "claim": lambda c: c.agree(f"weights with hash {min(c.rank, 1)}"),
 }
 
