@@ -18,6 +18,7 @@ FUNCTIONS = {
     "copyto": "dst, src, *, where",
     "cumsum": "a, *, axis, dtype",
     "einsum": "subscripts, a, b",
+    "empty": "shape, dtype",
     "expand_dims": "a, axis",
     "fft.irfft": "a, *, n, axis",
     "fft.rfft": "a, *, n, axis",
@@ -43,7 +44,6 @@ METHODS = {
     "astype": "dtype, *, copy",
     "conj": "",
     "copy": "",
-    "get": "",                                          # to the host; numpy arrays have none
     "max": "*, axis, keepdims",
     "mean": "*, axis, keepdims",
     "min": "",
@@ -60,3 +60,8 @@ BINARY = ("add", "sub", "mul", "truediv", "pow", "mod", "matmul", "and", "or", "
 REFLECTED = ("radd", "rsub", "rmul", "rtruediv")        # only numbers stand on the left
 IN_PLACE = ("iadd", "isub", "imul", "itruediv")
 OTHERS = ("neg", "getitem", "setitem", "len", "float", "int", "bool")   # the last three wait for the device
+
+# What numpy has not: the way to the host and back (array.py, comm/device.py).
+DEVICE_FUNCTIONS = {"cuda.alloc_pinned_memory": "size"}
+DEVICE_METHODS = {"get": "*, out, blocking", "set": "arr"}
+DEVICE_ATTRIBUTES = ("device",)

@@ -10,8 +10,8 @@ ROOT = Path(refimpl.__file__).parent
 FLOORS = [{"array", "rng", "tensorfile", "xptable"}, {"autograd"}, {"comm", "text", "ops"}, {"check", "cases", "parallel"},
           {"models"}, {"weights", "train", "generate"}, {"golden", "analysis"}, {"commands", "__main__"}]
 REQUIRED = {"numpy"}
-ELSEWHERE = {"mpi4py": {"comm/library.py"}, "threadpoolctl": {"comm/launch.py", "commands/doctor.py"}, "tqdm": {"train/loop.py"},
-             "matplotlib": {"commands/demo.py"}, "cupy": {"array.py"}}
+ELSEWHERE = {"mpi4py": {"comm/library.py"}, "threadpoolctl": {"comm/launch.py", "commands/doctor.py"},
+             "tqdm": {"train/loop.py"}, "matplotlib": {"commands/demo.py"}, "cupy": {"array.py"}}
 
 
 def modules():
@@ -95,3 +95,12 @@ def test_models_never_ask_for_a_rank_or_a_size():
 def test_files_stay_small():
     long = {file: n for file in modules() if (n := (ROOT / file).read_text("utf-8").count("\n")) > 300}
     assert not long, f"no file over 300 lines: {long}"
+
+
+def test_the_environment_is_read_in_comm_and_on_the_command_line_only():
+    for file, tree in modules().items():
+        read = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+                or isinstance(node, ast.ImportFrom) and node.module == "os"]
+        assert not read or part_of(file) in ("comm", "commands"), f"{file} reads the environment in line {read}"
+        switches = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value == "REFIMPL_"]
+        assert bool(switches) == (file == "comm/switches.py"), f"{file}: switches are read in comm/switches.py"

@@ -184,31 +184,34 @@ def residuals(vjp: Callable) -> dict[str, Array]:
     return kept
 
 
-@dataclass
+@dataclass(slots=True)
 class Span:
+    """One call.  kind: "op", "vjp" or "seam"."""
     name: str
     op: str
     phase: str
+    kind: str
     start: float
     stop: float
 
 
 @dataclass
 class Clock(Frame):
-    """When every call ran: `spans`, in seconds of time.perf_counter.  A vjp's span has phase "backward"."""
+    """When every call ran: `spans`, in seconds of time.perf_counter, in the order of their ends."""
     spans: list[Span] = field(default_factory=list)
 
     def call(self, op: Any, run: Callable, *arrays: Any, **static: Any) -> tuple[Any, Any]:
         start = time.perf_counter()
         y, vjp = run(*arrays, **static)
-        self.spans.append(Span(stack.name, op.name, stack.phase, start, time.perf_counter()))
+        kind = "seam" if vjp is None else "op"
+        self.spans.append(Span(stack.name, op.name, stack.phase, kind, start, time.perf_counter()))
         if vjp is None:
             return y, None
 
         def timed(*dy: Array) -> Any:
             start = time.perf_counter()
             dx = vjp(*dy)
-            self.spans.append(Span(stack.name, op.name, stack.phase, start, time.perf_counter()))
+            self.spans.append(Span(stack.name, op.name, stack.phase, "vjp", start, time.perf_counter()))
             return dx
         return y, timed
 

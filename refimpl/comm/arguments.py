@@ -4,7 +4,7 @@ from typing import Any, Callable, Sequence
 
 import numpy as np
 
-from refimpl.array import Array, to_host, xp_of
+from refimpl.array import Array, xp_of
 from refimpl.autograd import seam
 
 REDUCTIONS = ("sum", "max")
@@ -25,7 +25,7 @@ def collective(method: Callable) -> Any:
         except (TypeError, ValueError) as error:
             sentence = f"{method.__name__} over {self.name}: {error}"
             try:
-                self.agree(sentence, patience=5.0)
+                self.agree(sentence, patience=2.0)
             except CommError as shared:
                 raise shared from None
             raise type(error)(sentence) from None
@@ -148,10 +148,3 @@ def require_agreement(claims: Sequence[str], ranks: Sequence[int]) -> None:
     if len(who) > 1:
         raise CommError("the ranks do not agree on what to do together: " + "; ".join(
             f"rank {', '.join(members)}: {claim}" for claim, members in who.items()))
-
-
-def contiguous(x: Array) -> np.ndarray:
-    """x on the host, in C order (ascontiguousarray makes 0-d arrays 1-d)."""
-    if type(x) is np.ndarray and x.flags.c_contiguous:
-        return x
-    return np.ascontiguousarray(to_host(x)).reshape(x.shape)

@@ -3,8 +3,8 @@
 A communicator joins the ranks along one or more mesh axes and knows their names.  The methods here check their arguments
 (arguments.py), let the ranks agree on what they are about to do, count in the ledger, and are seams, so that recorders see
 what travels; a backend supplies `_all_reduce` and its kin for contiguous host arrays; an array on a device travels by way
-of the host, which waits until the device has made it.  Arguments are never written to; results are new arrays, except on
-one rank, where every collective is the identity.
+of the host (device.py), or where MPI is CUDA-aware and asked to, directly (direct.py).  Arguments are never written to;
+results are new arrays, except on one rank, where every collective is the identity.
 """
 import copy
 import time
@@ -12,10 +12,11 @@ from typing import Any, Callable, Sequence, TypeVar
 
 import numpy as np
 
-from refimpl.array import Array, to_host, xp_of
+from refimpl.array import Array
 from refimpl.autograd import stack
-from refimpl.comm.arguments import (Pairs, as_dtype, axis_of, check_array, check_pairs, check_rank, check_reduction, collective,
-                                    contiguous, form, ring_pairs, shares_of, sizes_of, table_of, widened)
+from refimpl.comm.arguments import (CommError, Pairs, as_dtype, axis_of, check_array, check_pairs, check_rank, check_reduction,
+                                    collective, form, ring_pairs, shares_of, sizes_of, table_of, widened)
+from refimpl.comm.device import fetched, returned
 from refimpl.comm.ledger import Ledger
 from refimpl.comm.transfer import Arrived, Moving, Transfer
 
@@ -78,9 +79,8 @@ class Comm:
             return x
         if axis == 0:
             return self.run("all_gather", lambda: f"{form(x, 0)}, sizes {n}", x, n)
-        rows = np.moveaxis(to_host(x), axis, 0)         # backends join along axis 0
-        y = self.run("all_gather", lambda: f"{form(x, axis)} along axis {axis}, sizes {n}", rows, n)
-        return xp_of(x).asarray(np.moveaxis(y, 0, axis))
+        rows = x.swapaxes(0, axis)                      # backends join along axis 0
+        return self.run("all_gather", lambda: f"{form(x, axis)} along axis {axis}, sizes {n}", rows, n).swapaxes(0, axis)
 
     @collective
     def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int] | None = None) -> Array:
@@ -94,9 +94,9 @@ class Comm:
         n = shares_of(x, axis, sizes, self.size)
         if self.size == 1:
             return x
-        rows = np.moveaxis(to_host(widened(x)), axis, 0) if axis else widened(x)
+        rows = widened(x).swapaxes(0, axis) if axis else widened(x)
         y = self.run("reduce_scatter", lambda: f"{form(x)} along axis {axis}, shares {n}", rows, n)
-        return as_dtype(xp_of(x).asarray(np.moveaxis(y, 0, axis)) if axis else y, x.dtype)
+        return as_dtype(y.swapaxes(0, axis) if axis else y, x.dtype)
 
     @collective
     def all_to_all(self, x: Array, counts: Any = None) -> Array:
@@ -125,8 +125,8 @@ class Comm:
     def barrier(self) -> None:
         """Return when every rank has come here."""
         if self.size > 1:
-            self._enter("barrier", str)
             try:
+                self._enter("barrier", str)
                 self._barrier()
             finally:
                 self._leave()
@@ -148,7 +148,7 @@ class Comm:
         """`permute`, of which the result can be waited for later.  x must not change until then."""
         source, target, n, sent, what = self.route(x, pairs, sizes)
         if self.size == 1:
-            return Transfer(Arrived(None if source is None else x), contiguous(x), self.checked)
+            return Transfer(Arrived(None if source is None else x), fetched(x), self.checked)
         return self.start("permute", what, x, source, target, n, payload=sent, wire=sent)
 
     def route(self, x: Array, pairs: Pairs, sizes: Sequence[int] | None) -> Any:
@@ -175,7 +175,7 @@ class Comm:
         check_array(x)
         check_reduction(x, how)
         if self.size == 1:
-            return Transfer(Arrived(x), contiguous(x), self.checked)
+            return Transfer(Arrived(x), fetched(x), self.checked)
         return self.start("all_reduce", lambda: f"{how} of {form(x)}", widened(x), how, payload=x.size, dtype=x.dtype)
 
     def progress(self) -> None:
@@ -184,8 +184,10 @@ class Comm:
     def agree(self, claim: str, patience: float | None = None) -> None:
         """Every rank says what it is about to do, or what it holds: CommError on all ranks where they differ."""
         if self.size > 1:
-            self._enter("", lambda: claim, patience)
-            self._leave()
+            try:
+                self._enter("", lambda: claim, patience)
+            finally:
+                self._leave()
 
     def gather_objects(self, text: str) -> list[str]:
         """Every rank's text, on every rank (verdicts, error sentences; travels as bytes)."""
@@ -226,30 +228,39 @@ class Comm:
             wire: int = 0) -> Any:
         """The backend's `_operation`, once the ranks have agreed on it."""
         start = time.perf_counter()
-        self._enter(operation, what)
         try:
-            y = getattr(self, "_" + operation)(contiguous(x), *args)
+            self._enter(operation, what)
+            y = self._carry(operation, x, args)
+        except (TypeError, ValueError) as error:        # the ranks have agreed: they wait for no word on it any more
+            raise CommError(f"{operation} over {self.name}: {error}") from error
         finally:
             self._leave()
         n = x.size if payload is None else payload
         self.ledger.totals[self.name, operation, stack.phase].add(n, n * x.dtype.itemsize, time.perf_counter() - start, wire)
-        return y if type(x) is np.ndarray or y is None else xp_of(x).asarray(y)
+        return y
+
+    def _carry(self, operation: str, x: Array, args: tuple) -> Array | None:
+        """The backend's `_operation`, of an array of the host or of a device."""
+        y = getattr(self, "_" + operation)(fetched(x), *args)
+        return y if type(x) is np.ndarray or y is None else returned(y, x)
 
     def start(self, operation: str, what: Callable[[], str], x: Array, *args: Any, payload: int, wire: int = 0,
               dtype: Any = None) -> Transfer:
         """The backend's `_start_operation`, once the ranks have agreed on it; what comes becomes `dtype`."""
         start = time.perf_counter()
-        self._enter(operation, what)
         try:
-            sent = contiguous(x)
+            self._enter(operation, what)
+            sent = fetched(x)
             moving = getattr(self, "_start_" + operation)(sent, *args)
+        except (TypeError, ValueError) as error:
+            raise CommError(f"{operation} over {self.name}: {error}") from error
         finally:
             self._leave()
         total = self.ledger.totals[self.name, operation, stack.phase]
         total.add(payload, payload * x.dtype.itemsize, time.perf_counter() - start, wire)
 
         def result(y: np.ndarray | None) -> Array | None:
-            return None if y is None else xp_of(x).asarray(as_dtype(y, dtype or y.dtype))
+            return None if y is None else returned(as_dtype(y, dtype or y.dtype), x)
 
         def spent(seconds: float) -> None:
             total.seconds += seconds

@@ -8,13 +8,14 @@ one waits for it, that is a fault like the others, and a rank that only computes
 """
 import atexit
 import os
-import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+from refimpl.comm.arguments import CommError
 from refimpl.comm.verdict import Fault, failed
 from refimpl.comm.watch import FORWARDING, Watch
 
@@ -31,8 +32,6 @@ class Ending:
         sys.excepthook = self.on_exception
         sys.exit = self.on_exit                         # type: ignore[assignment]
         atexit.register(self.on_end)
-        if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)       # MPICH's launcher tells of a killed rank so: we know
 
     def on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """sys.excepthook: the traceback, under the rank's number; of a verdict, the verdict."""
@@ -43,7 +42,7 @@ class Ending:
         elif issubclass(kind, KeyboardInterrupt):
             self.abort(Fault(self.rank, "was interrupted", INTERRUPTED), "")
         else:
-            self.abort(failed(self.rank, error), "".join(traceback.format_exception(kind, error, trace)))
+            self.abort(failed(self.rank, error), "".join(traceback.format_exception(kind, error, trace)), error)
 
     def on_exit(self, status: Any = None) -> None:
         """sys.exit, which aborts the job when the status says failure: Python calls no hook for SystemExit."""
@@ -57,13 +56,15 @@ class Ending:
         if self.watch and os.getpid() == self.process and not self.watch.end():
             self.end_as_told()
 
-    def abort(self, fault: Fault, text: str) -> None:
+    def abort(self, fault: Fault, text: str, error: BaseException | None = None) -> None:
         """Tell the other ranks, say why, and end them all."""
         if self.watch:
             self.watch.fail(fault)
         what = fault.what.partition(" (")[0]
         if not fault.quiet:
             self.say(f"rank {fault.rank} {what}, all ranks end{':' if text else ''}\n{text}")
+        if self.watch and self.watch.verdict and self.watch.fault.rank != self.rank and not isinstance(error, CommError):
+            self.end_as_told()
         self.leave(fault.status)
 
     def end_as_told(self) -> None:
@@ -74,9 +75,9 @@ class Ending:
         self.leave(self.watch.fault.status)
 
     def say(self, text: str) -> None:
-        sys.stdout.flush()
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        for act in (sys.stdout.flush, lambda: sys.stderr.write(text), sys.stderr.flush):
+            with suppress(OSError, ValueError):         # it is closed
+                act()
 
     def leave(self, status: int) -> None:
         if self.watch:

@@ -1,4 +1,5 @@
-"""How a program gets its ranks: from mpirun, from threads (`--simulate N`), or alone.  Environment is read here only.
+"""How a program gets its ranks: from mpirun, from threads (`--simulate N`), or alone.  What the launcher says in the
+environment is read here; the package's own switches are read in switches.py.
 
     if __name__ == "__main__":
         launch(main, ranks=(2, 4))          # main(comm) runs on every rank
@@ -18,11 +19,14 @@ import numpy as np
 
 from refimpl.comm.arguments import CommError
 from refimpl.comm.base import Comm, SerialComm
+from refimpl.comm.direct import require
 from refimpl.comm.ending import INTERRUPTED
-from refimpl.comm.library import INSTALL, load_mpi
+from refimpl.comm.library import INSTALL, library, load_mpi
 from refimpl.comm.mpi import MpiComm
 from refimpl.comm.mpi_world import mpi_world
+from refimpl.comm.switches import Settings, read_switches, switches_set
 from refimpl.comm.threads import run_threads
+from refimpl.comm.trace import TraceError, traced
 from refimpl.comm.verdict import Told
 
 SIZES = {"PMI_SIZE": "MPICH's or Intel MPI's mpirun", "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
@@ -56,21 +60,44 @@ def fail(sentence: str, status: int = 1) -> NoReturn:
 
 
 @cache
-def world(checked: bool = True) -> Comm:
+def world(checked: bool | None = None, timeout: float | None = None) -> Comm:
     """All ranks of this program: MPI's under mpirun, else one.  Made once; sets the BLAS threads of this process.
 
-    checked  compare what the ranks do before each collective (mpi.py); a benchmark may turn it off
-    Error:   CommError, when the launcher started N processes and the MPI library of mpi4py knows of another number
+    checked  compare what the ranks do before each collective (mpi.py); default: the switch REFIMPL_CHECKED
+    timeout  seconds that a rank waits in a collective (mpi_world.py); default: the switch REFIMPL_TIMEOUT
+    Error:   CommError, when the launcher started N processes and the MPI library of mpi4py knows of another number, and where
+             the ranks' switches differ; ValueError, where a switch has a value that it does not take
     """
-    started = launcher()
-    comm: Comm = mpi_world(checked) if started else SerialComm()
+    started, settings, failure = launcher(), Settings(), ""
+    try:
+        settings = read_switches()
+    except ValueError as error:
+        failure = str(error)
+    comm: Comm = SerialComm() if not started else mpi_world(settings.checked if checked is None else checked,
+                                                            settings.timeout if timeout is None else timeout)
+    require_same_switches(comm)
+    if failure:
+        raise ValueError(failure)
     if started and started[1] not in (None, comm.size):
         raise CommError(
             f"{started[0]} started {started[1]} processes, but the MPI library that mpi4py loaded sees {comm.size}: "
             f"each would believe to be alone.  Use the mpirun of that library ({library(load_mpi())}); "
             f"`python -m refimpl doctor` shows both")
+    if settings.cuda_aware and isinstance(comm, MpiComm) and comm.size > 1:
+        require(comm, local_rank(comm))
+        comm.direct = True
     set_blas_threads(default_blas_threads(comm))
     return comm
+
+
+def require_same_switches(comm: Comm) -> None:
+    """Error: CommError on all ranks.  (Open MPI's mpirun gives most variables to the ranks on its own machine only.)"""
+    if isinstance(comm, MpiComm):
+        texts = MpiComm(comm.raw, watch=comm.watch).gather_objects(switches_set() or "no switch set")
+        for rank, text in enumerate(texts):
+            if text != texts[0]:
+                raise CommError(f"rank 0 has {texts[0]}, rank {rank} has {text}: mpirun passes an environment variable on to "
+                                f"all ranks by -x NAME (Open MPI) or -genv NAME VALUE (MPICH)")
 
 
 def local_rank(comm: Comm) -> int:
@@ -83,27 +110,26 @@ def local_rank(comm: Comm) -> int:
     return rank
 
 
-def library(MPI: Any) -> str:
-    return " ".join(MPI.Get_library_version().split()[:3]).rstrip(",")
-
-
 def launch(main: Callable[[Comm], Any], ranks: Sequence[int] | None = None, argv: Sequence[str] | None = None) -> None:
     """Run `main(comm)` on every rank; a failure of any rank ends all of them with a non-zero status.
 
     `--simulate N` runs N ranks as threads of this process instead of under mpirun.  A number of ranks that is not among
-    `ranks` gets a sentence.
+    `ranks` gets a sentence.  `--trace FILE` writes a timeline (trace.py).
     """
     script = Path(sys.argv[0]).name
     parser = argparse.ArgumentParser(prog=script, description=sys.modules[main.__module__].__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulate", type=int, metavar="N", help="run N ranks as threads of this process, without MPI")
-    simulate = parser.parse_args(argv).simulate
+    parser.add_argument("--trace", metavar="FILE", help="write a timeline of all ranks, to open at ui.perfetto.dev")
+    args = parser.parse_args(argv)
+    simulate, run = args.simulate, main if args.trace is None else traced(main, args.trace)
     if simulate is not None and (simulate < 1 or launcher()):
         parser.error("--simulate N is for a process of its own, not under mpirun" if launcher() else
                      f"--simulate needs at least 1 rank, got {simulate}")
     try:
+        timeout = read_switches().timeout if simulate else 0.0
         comm = SerialComm() if simulate else world()
-    except CommError as error:
+    except (CommError, ValueError) as error:
         fail(f"{script}: {error}")
     size = simulate or comm.size
     if ranks is not None and size not in ranks:
@@ -115,9 +141,11 @@ def launch(main: Callable[[Comm], Any], ranks: Sequence[int] | None = None, argv
     try:
         if simulate:
             set_blas_threads(1)
-            run_threads(simulate, main)
+            run_threads(simulate, run, timeout)
         else:
-            main(comm)
+            run(comm)
+    except TraceError as error:
+        fail(f"{script}: {error}")
     except SystemExit as status:                        # sys.exit(0) on a rank is a return
         if status.code:
             sys.exit(status.code)                       # under MPI the hook of ending.py: ends all ranks
@@ -128,8 +156,9 @@ def launch(main: Callable[[Comm], Any], ranks: Sequence[int] | None = None, argv
 def mpirun_command(n: int) -> list[str]:
     """The command that starts `n` ranks: the mpirun beside this Python, else the one on PATH.
 
-    Open MPI wants to be told that more ranks than (physical) cores are meant, and that root is.  MPICH's kills all ranks at
-    once when one is killed: told not to, it lets the others say who waited where (watch.py) before they end.
+    Open MPI wants to be told that more ranks than (physical) cores are meant, and that root is.  MPICH's kills all ranks as
+    soon as one is killed by a signal.  Told not to, and shown a shell that ends normally in its stead, it leaves the others
+    time to say who waited where, and to end (watch.py); it then tells them of ends by a signal, which is ignored.
     Error: CommError where there is no mpirun.
     """
     beside = Path(sys.executable).parent / "mpirun"
@@ -137,11 +166,11 @@ def mpirun_command(n: int) -> list[str]:
     if mpirun is None:
         raise CommError(f"no mpirun found beside this Python or on PATH: {INSTALL}")
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
+    if "HYDRA" in version:
+        return [mpirun, "-disable-auto-cleanup", "-n", str(n), "sh", "-c", 'trap "" USR1; "$@"; exit $?', "sh"]
     flags = []
     if "Open MPI" in version or "prrte" in version.lower():
         flags = ["--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
-    elif "HYDRA" in version:
-        flags = ["-disable-auto-cleanup"]
     return [mpirun, *flags, "-n", str(n)]
 
 

@@ -22,6 +22,11 @@ def load_mpi() -> Any:
     return MPI
 
 
+def library(MPI: Any) -> str:
+    """The library's name and version."""
+    return " ".join(MPI.Get_library_version().split()[:3]).rstrip(",")
+
+
 @cache
 def maximum(MPI: Any) -> Any:
     """The elementwise maximum as an MPI operation: MPI.MAX may lose a nan, numpy's maximum keeps it."""

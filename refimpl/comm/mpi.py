@@ -10,8 +10,10 @@ from typing import Any, Callable, Iterator
 
 import numpy as np
 
+from refimpl.array import Array, on_device
 from refimpl.comm.arguments import CommError, require_agreement, shares
 from refimpl.comm.base import Comm
+from refimpl.comm.direct import direct
 from refimpl.comm.ledger import Ledger
 from refimpl.comm.library import load_mpi, maximum
 from refimpl.comm.threads import combine
@@ -35,6 +37,7 @@ class MpiComm(Comm):
                  watch: Watch | None = None, largest: int = LARGEST) -> None:
         super().__init__(raw.Get_rank(), raw.Get_size(), axes, ledger)
         self.raw, self.MPI, self.checked, self.watch, self.largest = raw, load_mpi(), checked, watch, largest
+        self.direct = False                             # arrays of a device are handed to MPI as they are (direct.py)
         self.subs: dict[Any, MpiComm] = {}              # MPI has a limited number of communicators: none is made twice
         self.under_way: list[Requests] = []             # shared with the sub-communicators
         group, world = raw.Get_group(), self.MPI.COMM_WORLD.Get_group()
@@ -84,8 +87,12 @@ class MpiComm(Comm):
 
     def like(self, raw: Any, axes: tuple[str, ...]) -> "MpiComm":
         comm = MpiComm(raw, axes, self.ledger, self.checked, self.watch, self.largest)
-        comm.under_way = self.under_way
+        comm.under_way, comm.direct = self.under_way, self.direct
         return comm
+
+    def _carry(self, operation: str, x: Array, args: tuple) -> Array | None:
+        y = direct(self.raw, operation, x, args, self.order, self.largest) if self.direct and on_device(x) else None
+        return super()._carry(operation, x, args) if y is None else y
 
     # -- the collectives ---------------------------------------------------------------------------------------
 
@@ -250,7 +257,9 @@ class Requests:
             comm = self.comm
             if comm.watch:
                 comm.watch.doing = comm, 0, "the wait for a transfer", str
-            comm.MPI.Request.Waitall(self.requests)
-            comm._leave()
+            try:
+                comm.MPI.Request.Waitall(self.requests)
+            finally:
+                comm._leave()
             self.test()
         return self.y

@@ -24,7 +24,10 @@ def mpi_world(checked: bool = True, timeout: float = 300.0) -> MpiComm:
         return MpiComm(raw, checked=checked)
     watch = watch_over(raw, timeout)
     Ending(MPI, watch).install()
-    return MpiComm(raw, checked=checked, watch=watch)
+    comm = MpiComm(raw, checked=checked, watch=watch)
+    if watch:
+        watch.progress = comm.progress
+    return comm
 
 
 def watch_over(raw: Any, timeout: float) -> Watch | None:

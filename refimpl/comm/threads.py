@@ -17,7 +17,7 @@ from refimpl.comm.ledger import Ledger
 from refimpl.comm.transfer import Moving
 from refimpl.comm.verdict import DEADLOCK, Fault, Report, failed, place, sentence, stuck
 
-GRACE = 10.0                                            # seconds that the other ranks have to end after a failure
+GRACE = 2.0                                             # seconds that the other ranks have to end after a failure
 LOOK = 0.25                                             # seconds between two looks at the clock
 Call = tuple[str, int]                                  # group, and the number of the exchange in that group
 

@@ -5,14 +5,17 @@ has begun fewer and waits elsewhere, or has ended, may be waiting for ever; `stu
 at any times: such reports never become untrue.
 """
 import sys
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Iterable
 
-INNER = tuple(str(Path(__file__).parents[1] / part) for part in ("comm", "autograd"))
+INNER = (*(str(Path(__file__).parents[1] / part) for part in ("comm", "autograd")), threading.__file__)
+
+DIED = "died: its process is gone"
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Fault:
     """What went wrong first, and the exit status that the program ends with.
 
@@ -22,6 +25,10 @@ class Fault:
     what: str
     status: int = 1
     quiet: bool = False
+
+    def __lt__(self, other: "Fault") -> bool:
+        """The more likely cause of two that became known at the same time: what others see of a death are its consequences."""
+        return (self.what != DIED, self.rank, self.what) < (other.what != DIED, other.rank, other.what)
 
 
 class Told(int):

@@ -11,17 +11,20 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections import defaultdict
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, astuple
 from typing import Any, Callable, Protocol
 
 from refimpl.comm.arguments import CommError
 from refimpl.comm.links import Links
-from refimpl.comm.verdict import DEADLOCK, Fault, Report, missing, place, sentence, stuck
+from refimpl.comm.verdict import DEADLOCK, DIED, Fault, Report, missing, place, sentence, stuck
 
 TICK = 0.1                                              # seconds between two looks at what this rank does
 PATIENCE = 0.25                                         # seconds of waiting before a rank says that it waits
 ANSWER = 1.0                                            # seconds for all ranks to say what they do
+STEP = 0.1                                              # seconds between two ranks' verdicts where some do not answer
 GRACE = 1.5                                             # seconds for a rank to come to a collective and raise the verdict
 GOODBYE = 1.5                                           # seconds for all ranks to have said their last
 FORWARDING = 0.5                                        # seconds for the launcher to pass on what a rank said
@@ -55,7 +58,9 @@ class Watch:
         self.reports: dict[int, Report] = {}
         self.ended: set[int] = set()
         self.gone: set[int] = set()
-        self.faults: list[Fault] = []
+        self.faults: list[Fault] = []                   # those that the ranks knew of when they first heard of one
+        self.failure: Fault | None = None               # this rank's own
+        self.progress: Callable[[], Any] = lambda: None  # moves this rank's transfers on
         self.fault = DEADLOCK                           # the one that the verdict is about
         self.states: dict[int, str] = {}                # what each rank did when it heard of the fault
         self.said: set[int] = set()                     # ranks that have said their last
@@ -77,21 +82,27 @@ class Watch:
     def require_hope(self) -> None:
         """Error: CommError, the same on all ranks, once there is a verdict."""
         if self.verdict:
-            self.taken = True
+            self.take()
             raise CommError(self.verdict)
 
-    def fail(self, fault: Fault) -> None:
-        """This rank has failed: tell all, unless there was a fault before."""
+    def take(self) -> None:
+        """The verdict is for the thread that computes to say.  (Where the watch is about to, this does not return.)"""
         with self.lock:
-            self.taken = True                           # it speaks for itself
+            self.taken = True
+
+    def fail(self, fault: Fault) -> None:
+        """This rank has failed: tell all, unless there was a fault before, and return when there is a verdict."""
+        with self.lock:
+            self.taken, self.failure = True, fault      # it speaks for itself
             if not self.faults:
                 self.learn(fault)
+        deadline = time.monotonic() + 2 * ANSWER
+        while not self.verdict and time.monotonic() < deadline:
+            time.sleep(1e-3)
 
     def goodbye(self) -> int:
         """This rank has said its last: return, with the status for the launcher, when the others have too."""
-        deadline = time.monotonic() + ANSWER + GRACE + GOODBYE
-        while not self.verdict and time.monotonic() < deadline:
-            time.sleep(1e-3)
+        deadline = time.monotonic() + GRACE + GOODBYE
         with self.lock:
             self.say()
         while not self.all_said() and time.monotonic() < deadline:
@@ -107,27 +118,38 @@ class Watch:
             self.links.send({"kind": "ended", "counts": dict(self.counts)})
             self.look_for_stuck_ranks()
         while len(self.ended) < self.size and not self.verdict:
+            with suppress(RuntimeError):                # MPI's, where the other is gone
+                self.progress()                         # another may wait for what this rank has not quite sent
             time.sleep(1e-3)                            # the others may need this core
         self.over = not self.verdict
+        if not self.over:
+            self.take()
         return self.over
 
     # -- the thread that listens -------------------------------------------------------------------------------
 
     def run(self) -> None:
-        while not self.over:
-            messages = list(self.links.listen(TICK))
-            with self.lock:
-                for message in messages:
-                    self.hear(message["from"], message)
-                self.tick()
+        try:
+            while not self.over:
+                messages = list(self.links.listen(TICK))
+                with self.lock:
+                    for message in messages:
+                        self.hear(message["from"], message)
+                    self.tick()
+        except BaseException:                           # a rank that is not watched any more must not go on
+            traceback.print_exc()
+            os._exit(1)
 
     def hear(self, r: int, message: dict[str, Any]) -> None:
         if message.get("gone"):
-            if r in self.ended:                         # a rank goes when it knows that all have ended
-                self.ended.update(range(self.size))
-            else:
+            if len(self.ended) < self.size:             # else it went for it knew, and passed on, that all have ended
                 self.gone.add(r)
-                self.learn(Fault(r, "died: its process is gone"))
+                self.links.send({"kind": "gone", "rank": r})
+                self.learn(Fault(r, DIED))
+        elif message["kind"] == "gone":
+            self.gone.add(message["rank"])
+        elif message["kind"] == "verdict":
+            self.judge(Fault(*message["fault"]), message["verdict"])
         elif message["kind"] == "waits":
             self.reports[r] = Report(message["counts"], message["n"], message["group"], tuple(message["members"]))
             self.look_for_stuck_ranks()
@@ -139,20 +161,23 @@ class Watch:
             self.said.add(r)
         else:
             self.states[r] = message["state"]
-            self.learn(*(Fault(*fault) for fault in message["faults"]))
+            self.faults += (Fault(*fault) for fault in message["faults"])
+            self.learn()
 
     def learn(self, *faults: Fault) -> None:
-        """Of a fault; of the first, tell all, with what this rank is doing."""
-        self.faults += faults
+        """Of the first fault: tell all, with what this rank is doing.  Later ones do not count, as others would not know."""
         if self.rank not in self.states:
+            self.faults += faults
             self.states[self.rank] = self.state()
             self.judged = time.monotonic()
             self.links.send({"kind": "state", "state": self.states[self.rank],
-                             "faults": [(f.rank, f.what, f.status, f.quiet) for f in self.faults]})
+                             "faults": [astuple(f) for f in self.faults]})
             self.links.wake()
 
     def state(self) -> str:
         doing = self.doing
+        if self.failure:
+            return self.failure.what
         if self.rank in self.ended:
             return "has ended"
         if not doing:
@@ -172,15 +197,20 @@ class Watch:
         if self.verdict:
             self.speak_for_the_worker(now)
         elif self.faults:
-            if len(self.gone | self.states.keys()) == self.size or now - self.judged > ANSWER:
-                states = {r: self.states.get(r, "does not answer") for r in range(self.size) if r not in self.gone}
-                self.fault, self.judged = min(self.faults), now
-                self.verdict = sentence(self.fault, states)
+            if len(self.gone | self.states.keys()) == self.size or now - self.judged > ANSWER + STEP * min(self.rank, 3):
+                states = {r: "does not answer" for r in range(self.size) if r not in self.gone} | self.states
+                self.judge(min(self.faults), sentence(min(self.faults), states))
         elif doing is None or doing is not self.seen:
             self.seen, self.waited, self.reported = doing, 0.0, False
         else:
             self.waited += waited
             self.look_at_the_clock(*doing[:2])
+
+    def judge(self, fault: Fault, verdict: str) -> None:
+        """Unless another rank's verdict came first."""
+        if not self.verdict:
+            self.fault, self.judged, self.verdict = fault, time.monotonic(), verdict
+            self.links.send({"kind": "verdict", "fault": astuple(fault), "verdict": verdict})
 
     def look_at_the_clock(self, group: Group, n: int) -> None:
         if self.waited > PATIENCE and group.checked and n and not self.reported:
@@ -195,11 +225,13 @@ class Watch:
 
     def speak_for_the_worker(self, now: float) -> None:
         """Where the rank itself does not come to say the verdict, for it is computing or blocked inside MPI."""
-        if not self.taken and (now - self.judged > GRACE or self.fault.quiet):
+        grace = 0.0 if self.fault.what == DIED else GRACE           # a death is seen by the launcher too, which may be quick
+        if not self.taken and (now - self.judged > grace or self.fault.quiet):
             self.taken = True
             if not self.fault.quiet:
-                sys.stderr.write(f"rank {self.rank} ends: {self.verdict}\n")
-                sys.stderr.flush()
+                with suppress(OSError, ValueError):                 # it is closed
+                    sys.stderr.write(f"rank {self.rank} ends: {self.verdict}\n")
+                    sys.stderr.flush()
             self.say()
             deadline = now + GOODBYE
             while not self.all_said() and time.monotonic() < deadline:
@@ -213,4 +245,5 @@ class Watch:
         self.links.send({"kind": "said"})
 
     def all_said(self) -> bool:
-        return len(self.said | self.gone) == self.size
+        """All ranks that have answered."""
+        return self.states.keys() <= self.said | self.gone

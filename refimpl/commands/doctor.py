@@ -11,9 +11,12 @@ from typing import Iterator
 
 import numpy as np
 
-from refimpl.comm import CommError, world
-from refimpl.comm.launch import THREAD_VARIABLES, affinity, cgroup_cores, launched_rank, launcher, library, mpirun_command
-from refimpl.comm.library import load_mpi
+from refimpl.comm import CommError, local_rank, world
+from refimpl.comm.direct import probe
+from refimpl.comm.launch import THREAD_VARIABLES, affinity, cgroup_cores, launched_rank, launcher, mpirun_command
+from refimpl.comm.library import library, load_mpi
+from refimpl.comm.mpi import MpiComm
+from refimpl.comm.switches import SWITCHES, read_switches, unknown_switches
 
 EXTRAS = {"threadpoolctl": ("run", "sets the BLAS threads of each rank"), "tqdm": ("run", "progress bars"),
           "matplotlib": ("run", "pictures"), "pytest": ("test", "the tests"), "mypy": ("test", "types"),
@@ -28,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; 1 where something is wrong (missing extras are not)."""
-    rows = [row for part in (python_and_numpy, blas, mpi, gpu, extras) for row in part()]
+    rows = [row for part in (python_and_numpy, blas, mpi, ranks, switches, gpu, extras) for row in part()]
     if launched_rank():
         return 0
     for state, what, found in rows:
@@ -44,7 +47,7 @@ def python_and_numpy() -> Iterator[Row]:
 def blas() -> Iterator[Row]:
     """Which BLAS, with how many threads, and what decides that."""
     quota = cgroup_cores()
-    cores = f"{int(affinity().sum())} cores" + (f", cgroup quota {quota:g}" if quota else "")
+    cores = plural(int(affinity().sum()), "core") + (f", cgroup quota {quota:g}" if quota else "")
     set_by = [f"{v}={os.environ[v]}" for v in THREAD_VARIABLES if os.environ.get(v)]
     try:
         import threadpoolctl
@@ -52,12 +55,13 @@ def blas() -> Iterator[Row]:
         yield "missing", "BLAS threads", f"{cores}; every rank uses them all: pip install '.[run]' or set OMP_NUM_THREADS"
         return
     started = launcher()
-    ranks = started[1] if started else 1
-    with suppress(CommError):                           # the rows on MPI say what is wrong
+    size = (started[1] or 1) if started else 1
+    with suppress(CommError, ValueError):               # the rows on MPI and on switches say what is wrong
         world()                                         # sets the threads
+    why = ", ".join(set_by) or f"{cores}, {plural(size, 'rank')}"
     for pool in threadpoolctl.threadpool_info():
-        yield "ok", "BLAS", f"{pool['internal_api']} {pool['version']}, {pool['num_threads']} threads for this rank " \
-            f"({', '.join(set_by) or f'{cores}, {ranks} ranks'})"
+        threads = plural(pool["num_threads"], "thread")
+        yield "ok", "BLAS", f"{pool['internal_api']} {pool['version']}, {threads} for this rank ({why})"
 
 
 def mpi() -> Iterator[Row]:
@@ -79,6 +83,8 @@ def mpi() -> Iterator[Row]:
             yield "ok", "launcher", f"{mpirun_command(2)[0]}, of no use without a library"
     except CommError as error:
         yield "wrong" if started else "missing", "launcher", str(error)
+    except ValueError:                                  # the rows on switches say what is wrong
+        pass
 
 
 def try_two_ranks(command: list[str], found: str) -> Row:
@@ -94,6 +100,59 @@ def try_two_ranks(command: list[str], found: str) -> Row:
         f"use the mpirun of {found}.  {done.stderr.strip()[:300]}"
 
 
+def ranks() -> Iterator[Row]:
+    """Under a launcher, each rank: where it is, what it may use, and what watches over it."""
+    if not launcher():
+        return
+    try:
+        comm = world()
+    except (CommError, ValueError):                     # the same on all ranks
+        return
+    mine = f"host {platform.node()}, local rank {local_rank(comm)}, {spans(affinity())}, {blas_threads()}"
+    for rank, text in enumerate(comm.gather_objects(mine)):
+        yield "ok", f"rank {rank}", text
+    if isinstance(comm, MpiComm) and comm.size > 1:
+        if comm.watch:
+            yield "ok", "watch", "the ranks are connected beside MPI: a fault of one ends all with a sentence"
+        else:
+            yield "missing", "watch", "the ranks cannot connect beside MPI: only the launcher will notice a rank that dies"
+
+
+def spans(cores: np.ndarray) -> str:
+    """The cores that are True.
+
+    >>> spans(np.array([True, True, False, True]))
+    'cores 0-1,3'
+    """
+    numbers = np.flatnonzero(cores)
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+    return f"core{'s' * (len(numbers) > 1)} " + ",".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs if len(r))
+
+
+def blas_threads() -> str:
+    try:
+        import threadpoolctl
+    except ImportError:
+        return "BLAS threads unknown"
+    threads = [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
+    return plural(max(threads), "BLAS thread") if threads else "BLAS threads unknown"
+
+
+def plural(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"
+
+
+def switches() -> Iterator[Row]:
+    for s in SWITCHES:
+        try:
+            s.value()
+            yield "ok", "switch", f"{s.name}={s.text or s.default} ({'set' if s.text else 'default'}): {s.meaning}"
+        except ValueError as error:
+            yield "wrong", "switch", str(error)
+    for name in unknown_switches():
+        yield "wrong", "switch", f"{name} is not one of them"
+
+
 def gpu() -> Iterator[Row]:
     try:
         cupy = importlib.import_module("cupy")
@@ -104,6 +163,10 @@ def gpu() -> Iterator[Row]:
         yield "missing", "GPU", f"cupy is there, but no GPU: {str(error).splitlines()[0]}"
     else:
         yield "ok", "GPUs", f"{count}, cupy {cupy.__version__}"
+    with suppress(ValueError):                          # (under a launcher the ranks have tried it by now)
+        if read_switches().cuda_aware and not launcher():
+            failure = probe()
+            yield ("wrong", "CUDA-aware MPI", failure) if failure else ("ok", "CUDA-aware MPI", "takes GPU arrays on one rank")
 
 
 def extras() -> Iterator[Row]:

@@ -3,22 +3,26 @@
     python -m refimpl train --steps 100                                     one rank
     mpirun -n 4 python -m refimpl train --mesh dp=2,tp=2 --out runs/first   four
     mpirun -n 4 python -m refimpl train --mesh tp=4 --device cupy           four, each with a GPU if there are four
+    mpirun -n 4 python -m refimpl train --mesh tp=4 --trace trace.json      four, and a timeline of the first steps
 """
 import argparse
 import json
+from contextlib import nullcontext
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import numpy as np
 
 from refimpl.comm import Comm, Mesh, world
+from refimpl.comm.trace import Trace
 from refimpl.generate import sample
 from refimpl.models import Config
 from refimpl.text import ByteTokenizer, read_text, standard_library
 from refimpl.train import Options, train
 
 SMALL = Config(vocab_size=ByteTokenizer.vocab_size, n_layers=2, n_heads=4, d_model=96, max_seq_len=64)
+TRACED_STEPS = 3                                        # the first of which warms up
 HELP = {"steps": "training steps", "batch_size": "samples of a step, over all ranks and micro-batches",
         "seq_len": "tokens of a sample", "accumulate": "micro-batches of a step", "lr": "learning rate", "seed": "seed",
         "weight_decay": "weight decay of the matrices", "dtype": "float64 or float32",
@@ -35,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sample", type=int, default=200, metavar="N", help="tokens to sample (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.7, help="of the sample (default: %(default)s)")
     parser.add_argument("--prompt", default="The ", help="what the sample starts with (default: %(default)r)")
+    parser.add_argument("--trace", metavar="FILE", help=f"write a timeline of all ranks in the first {TRACED_STEPS} steps, to "
+                        "open at ui.perfetto.dev; it is there when training has ended")
     parser.add_argument("--bar", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
     add_fields(parser.add_argument_group("training"), Options())
     add_fields(parser.add_argument_group("model"), SMALL, leave_out=("vocab_size",))
@@ -61,7 +67,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"seq_len {options.seq_len} is longer than the model's max_seq_len {cfg.max_seq_len}")
     tokenizer = ByteTokenizer()
     mesh = Mesh.parse(args.mesh, comm)
-    result = train(shared_corpus(comm, args.text), cfg, options, mesh, args.out, bar=args.bar)
+    trace = nullcontext() if args.trace is None else FirstSteps(comm, args.trace)
+    corpus = shared_corpus(comm, args.text)
+    with trace:
+        result = train(corpus, cfg, options, mesh, args.out, bar=args.bar)
     text = tokenizer.decode(sample(result.params, tokenizer.encode(args.prompt), args.sample, cfg, mesh, args.temperature,
                                    options.seed))
     if comm.rank == 0:
@@ -72,6 +81,19 @@ def run(args: argparse.Namespace) -> int:
                        "tokens_per_second": result.tokens_per_second}
             (args.out / "summary.json").write_text(json.dumps(summary) + "\n", encoding="utf-8")
     return 0
+
+
+class FirstSteps(Trace):
+    """The timeline of the first TRACED_STEPS training steps.  A step ends with the last of its calls of `adamw`."""
+    steps = 0
+
+    def call(self, op: Any, run: Callable, *arrays: Any, **static: Any) -> tuple[Any, Any]:
+        if op.name == "adamw":
+            self.steps = static["t"]
+        elif self.steps == TRACED_STEPS:
+            self.stop()
+            return run(*arrays, **static)
+        return super().call(op, run, *arrays, **static)
 
 
 def shared_corpus(comm: Comm, path: str | None) -> np.ndarray:

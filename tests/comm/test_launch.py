@@ -101,17 +101,19 @@ def test_a_missing_mpirun_is_a_sentence(monkeypatch, tmp_path):
         mpirun_command(2)
 
 
-@pytest.mark.parametrize("version, root, flags", (
-    ("HYDRA build details: Version: 5.0.2", True, ["-disable-auto-cleanup"]),
-    ("mpirun (Open MPI) 5.0.11", False, ["--oversubscribe"]),
-    ("mpirun (Open MPI) 4.1.6", True, ["--oversubscribe", "--allow-run-as-root"])))
-def test_launchers_are_told_what_they_need(monkeypatch, tmp_path, version, root, flags):
+@pytest.mark.parametrize("version, root, arguments", (
+    ("HYDRA build details: Version: 5.0.2", True, ["-disable-auto-cleanup", "-n", "3", "sh", "-c",
+                                                   'trap "" USR1; "$@"; exit $?', "sh"]),
+    ("mpirun (Open MPI) 5.0.11", False, ["--oversubscribe", "-n", "3"]),
+    ("mpirun (Open MPI) 4.1.6", True, ["--oversubscribe", "--allow-run-as-root", "-n", "3"]),
+    ("another", True, ["-n", "3"])))
+def test_launchers_are_told_what_they_need(monkeypatch, tmp_path, version, root, arguments):
     program = tmp_path / "mpirun"
     program.write_text(f"#!/bin/sh\necho '{version}'\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
-    assert mpirun_command(3) == [str(program), *flags, "-n", "3"]
+    assert mpirun_command(3) == [str(program), *arguments]
 
 
 # -- BLAS threads --------------------------------------------------------------------------------------------------

@@ -81,3 +81,33 @@ def test_totals_add_up_what_matches():
     assert counted(ledger) == (3, 7, 52) and ledger.total().seconds == 1.25
     assert counted(ledger, axes="tp") == (2, 6, 48) and counted(ledger, operation="all_gather", phase="forward") == (0, 0, 0)
     assert [(k.axes, t.calls) for k, t in ledger.rows()] == [("dp", 1), ("tp", 2)]
+
+
+def test_the_table_shows_what_was_counted_by_hand():
+    """An all_reduce of 1000 and one of 234 float64, a permute of 50 float32 to a neighbour and one that this rank only gets."""
+    ledger = Ledger()
+    assert str(ledger) == "nothing travelled"
+    ledger.totals[Key("tp", "permute", "backward")].add(50, 200, 0.0025, wire=50)
+    ledger.totals[Key("tp", "permute", "backward")].add(0, 0, 0.0005)
+    ledger.totals[Key("dp+cp", "all_reduce", "forward")].add(1000, 8000, 0.25)
+    ledger.totals[Key("dp+cp", "all_reduce", "forward")].add(234, 1872, 0.5)
+    ledger.totals[Key("tp", "permute", "forward")].add(0, 0, 0.0)
+    assert str(ledger).splitlines() == [
+        "axes   operation   phase     calls  elements  bytes  wire   seconds",
+        "dp+cp  all_reduce  forward       2     1,234  9,872     -  0.750000",
+        "tp     permute     backward      2        50    200    50  0.003000",
+        "tp     permute     forward       1         0      0     0  0.000000",
+        "elements, bytes: what this rank hands to the calls;  wire: elements that refimpl itself sends, - where the MPI "
+        "library does"]
+
+
+def test_the_table_of_a_run_has_its_counts(ranks):
+    """A ring is ours, an all_reduce is the library's."""
+    def check(comm: Comm):
+        comm.ledger.clear()
+        comm.all_reduce(np.zeros(3))
+        comm.ring(np.zeros(4, np.float32))
+        rows = [line.split()[:-1] for line in str(comm.ledger).splitlines()[1:-1]]
+        assert rows == ([] if comm.size == 1 else [["world", "all_reduce", "forward", "1", "3", "24", "-"],
+                                                   ["world", "permute", "forward", "1", "4", "16", "4"]])
+    ranks.run(check)

@@ -1,6 +1,8 @@
 """Localises faults of the command line: a traceback where a sentence is due, a zero status after a failure, a hang."""
 import json
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +13,7 @@ import pytest
 
 from refimpl import tensorfile
 from refimpl.comm import CommError
-from refimpl.comm.launch import mpirun_command
+from refimpl.comm.launch import THREAD_VARIABLES, mpirun_command
 from refimpl.comm.library import load_mpi
 
 HERE = Path(__file__).parents[2]
@@ -113,6 +115,49 @@ def test_doctor_names_what_is_there_and_what_to_do():
     assert rows["numpy"].split()[-1] == np.__version__ and "threads for this rank" in rows["BLAS"]
     assert "two ranks started, two seen" in rows["launcher"] or "missing" in done.stdout
     assert all("pip install" in line or "GPU" in line for line in done.stdout.splitlines() if line.startswith("missing"))
+
+
+@pytest.mark.parametrize("flags", ([], ["--bind-to", "core"]))
+def test_doctor_shows_every_rank_under_mpirun(flags):
+    """Where it is, the cores and BLAS threads it has, and whether ranks watch over one another."""
+    need_mpi()
+    if any(os.environ.get(name) for name in THREAD_VARIABLES):
+        pytest.skip("the user has set the threads")
+    command = mpirun_command(2)
+    done = subprocess.run([command[0], *flags, *command[1:], sys.executable, "-m", "refimpl", "doctor"], capture_output=True,
+                          text=True, timeout=90, stdin=subprocess.DEVNULL)
+    if flags and done.returncode and "bind" in done.stderr:
+        pytest.skip("there are not two cores to bind to")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows, taken = {line[8:24].strip(): line[24:] for line in done.stdout.splitlines()}, []
+    for rank in range(2):
+        found = re.fullmatch(r"host (\S+), local rank (\d+), cores? ([\d,-]+), (?:(\d+) BLAS threads?|BLAS threads unknown)",
+                             rows[f"rank {rank}"])
+        assert found.group(1) == platform.node() and int(found.group(2)) == rank
+        spans = [part.partition("-") for part in found.group(3).split(",")]
+        taken.append({core for a, _, b in spans for core in range(int(a), int(b or a) + 1)})
+        assert 1 <= int(found.group(4) or 1) <= len(taken[rank])
+    if flags:
+        assert not taken[0] & taken[1]
+    assert "the ranks are connected beside MPI" in rows["watch"]
+
+
+def test_doctor_shows_the_switches(monkeypatch):
+    done = run("doctor", REFIMPL_TIMEOUT="inf")
+    lines = [line for line in done.stdout.splitlines() if line[8:24].strip() == "switch"]
+    assert [line[24:].partition(": ")[0] for line in lines] == [
+        "REFIMPL_CHECKED=1 (default)", "REFIMPL_TIMEOUT=inf (set)", "REFIMPL_CUDA_AWARE=0 (default)"]
+    done = run("doctor", REFIMPL_TIMEOUT="soon", REFIMPL_CHEKED="0")
+    assert done.returncode == 1 and not done.stderr
+    assert "wrong   switch          REFIMPL_TIMEOUT=soon is not a number of seconds above 0, or inf" in done.stdout
+    assert "wrong   switch          REFIMPL_CHEKED is not one of them" in done.stdout
+
+
+def test_doctor_shows_a_wrong_switch_under_mpirun_once():
+    need_mpi()
+    done = run("doctor", ranks=2, REFIMPL_TIMEOUT="soon")
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert done.stdout.count("REFIMPL_TIMEOUT=soon is not a number") == 1
 
 
 def test_doctor_shows_the_launcher_without_a_library(tmp_path):

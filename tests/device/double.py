@@ -8,19 +8,23 @@ or slow: host arrays are refused as indices and operands, and so are assignments
     index arrays                   wrap round where they are out of range
     reductions                     give 0-d arrays, never numpy scalars
     float(), int(), bool(), get    wait for the device; `waits` counts them
+    kernels and copies             run on streams, which the host may be ahead of (stream.py)
 
 `used` collects what was used of the table.
 """
 import operator
-from collections import Counter
 from typing import Collection
 
 import numpy as np
 
 from refimpl import xptable
 
-waits = Counter()
+from . import stream
+
+waits = stream.waits
 used = set()
+METHODS = {**xptable.METHODS, **xptable.DEVICE_METHODS}
+FUNCTIONS = {**xptable.FUNCTIONS, **xptable.DEVICE_FUNCTIONS}
 
 
 class DeviceArray:
@@ -36,6 +40,24 @@ class DeviceArray:
         self._hidden = np.asarray(hidden)
         shares = (r for r in relatives if isinstance(r, DeviceArray) and np.may_share_memory(r._hidden, self._hidden))
         self._base = next((r if r._base is None else r._base for r in shares), None)
+        self._device = stream.device()
+        self._wrote()
+
+    def _wrote(self):
+        """The last work on the memory of this array was queued just now."""
+        (self if self._base is None else self._base)._work = stream.current().queue()
+
+    @property
+    def _last_work(self):
+        return (self if self._base is None else self._base)._work
+
+    @property
+    def __cuda_array_interface__(self):
+        """For an MPI that reads and writes the memory itself, now."""
+        assert stream.is_done(self._last_work), "handed over before the device has done all work on it"
+        data = (self._hidden.ctypes.data, False)
+        return {"shape": self._hidden.shape, "typestr": self._hidden.dtype.str, "data": data, "version": 3,
+                "strides": self._hidden.strides}
 
     def __array__(self, *args, **kwargs):
         raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`")
@@ -50,9 +72,12 @@ class DeviceArray:
                 return self._base
             value = getattr(self._hidden, name)
             return DeviceArray(value, self) if isinstance(value, np.ndarray) else value
-        if name not in xptable.METHODS:
+        if name == "device":
+            used.add(name)
+            return self._device
+        if name not in METHODS:
             raise AttributeError(f"arrays have no {name} that both numpy and cupy have: see refimpl/xptable.py")
-        return Function(name, xptable.METHODS[name], self)
+        return Function(name, METHODS[name], self)
 
     def __getitem__(self, index):
         used.add("getitem")
@@ -60,6 +85,7 @@ class DeviceArray:
 
     def __setitem__(self, index, value):
         used.add("setitem")
+        self._wrote()
         if isinstance(index, DeviceArray) and index._hidden.dtype.kind == "b" and not isinstance(value, DeviceArray):
             self._hidden[index._hidden] = operand(value)        # a number under a mask: no shape depends on the mask
             return
@@ -136,6 +162,7 @@ def in_place(name, apply):
     def method(self, other):
         used.add(name)
         apply(self._hidden, operand(other))             # the array is written, not replaced
+        self._wrote()
         return self
     return method
 
@@ -160,16 +187,24 @@ class Function:
         used.update([self.name, *(f"{self.name}({key})" for key in bind(self.name, self.signature, len(args), named))])
         if self.name == "asarray":
             return args[0] if isinstance(args[0], DeviceArray) else DeviceArray(np.array(args[0]))
-        if self.name in ("get", "tobytes", "flatnonzero"):
+        if self.name in ("tobytes", "flatnonzero"):
             waits[self.name] += 1                       # flatnonzero: how many there are decides a shape
         if self.name == "get":
-            return self.array._hidden.copy()
+            return stream.get(self.array._hidden, self.array._last_work, named.get("out"), named.get("blocking", True))
+        if self.name == "set":
+            self.array._wrote()
+            return stream.put(self.array._hidden, *args)
+        if self.name == "cuda.alloc_pinned_memory":
+            return stream.alloc_pinned_memory(*args)
+        if self.name == "empty":
+            return DeviceArray(stream.garbage(np.empty(*args)))
         if self.array is not None:
             result = getattr(self.array._hidden, self.name)(*args, **named)
             return DeviceArray(result, self.array) if isinstance(result, (np.ndarray, np.generic)) else result
         values = [tuple(map(operand, a)) if self.name == "concatenate" else plain(a) for a in args]
         result = operator.attrgetter(self.name)(np)(*values, **{key: plain(a) for key, a in named.items()})
         if named.get("out") is not None or result is None:
+            (args[0] if result is None else named["out"])._wrote()
             return named.get("out")                     # it was written; copyto gives nothing back
         return DeviceArray(result, *args)
 
@@ -215,8 +250,8 @@ def __getattr__(name):
         return getattr(np, name)
     if name in xptable.UFUNCS:
         return Function(name, xptable.UFUNCS[name])
-    if name in xptable.FUNCTIONS:
-        return Function(name, xptable.FUNCTIONS[name])
-    if any(key.startswith(name + ".") for key in xptable.FUNCTIONS):
+    if name in FUNCTIONS:
+        return Function(name, FUNCTIONS[name])
+    if any(key.startswith(name + ".") for key in FUNCTIONS):
         return Namespace(name)
     raise AttributeError(f"{name} is not what both numpy and cupy have: see refimpl/xptable.py")

@@ -8,6 +8,7 @@ import pytest
 from device import double
 
 from refimpl import xptable
+from refimpl.comm.device import pinned
 
 pytestmark = pytest.mark.gpu_check
 
@@ -23,9 +24,9 @@ def signature(function):
     return [n for n in names if n != "self"]
 
 
-@pytest.mark.parametrize("name", xptable.FUNCTIONS)
+@pytest.mark.parametrize("name", double.FUNCTIONS)
 def test_function_takes_what_the_table_says(cupy, name):
-    by_position, every = double.parameters(xptable.FUNCTIONS[name])
+    by_position, every = double.parameters(double.FUNCTIONS[name])
     names = signature(attrgetter(name)(cupy))
     if name == "einsum":                                # einsum(*operands, **kwargs)
         assert names == ["operands", "kwargs"]
@@ -44,11 +45,11 @@ def test_ufunc_has_as_many_arguments_and_no_where(cupy, name):
     assert "where" not in line, "cupy's ufuncs have where= by now: say so in refimpl/xptable.py"
 
 
-@pytest.mark.parametrize("name", xptable.METHODS)
+@pytest.mark.parametrize("name", double.METHODS)
 def test_method_takes_what_the_table_says(cupy, name):
-    by_position, every = double.parameters(xptable.METHODS[name])
+    by_position, every = double.parameters(double.METHODS[name])
     names = signature(getattr(cupy.ndarray, name))
-    if xptable.METHODS[name] == "*shape":
+    if double.METHODS[name] == "*shape":
         assert "*shape" in names
         return
     if name == "transpose":                             # transpose(*axes) takes one tuple, too
@@ -58,7 +59,8 @@ def test_method_takes_what_the_table_says(cupy, name):
 
 def test_attributes_operators_and_constants_exist(cupy):
     operators = (*xptable.BINARY, *xptable.COMPARISONS, *xptable.REFLECTED, *xptable.IN_PLACE, *xptable.OTHERS)
-    missing = [name for name in (*xptable.ATTRIBUTES, *(f"__{o}__" for o in operators)) if not hasattr(cupy.ndarray, name)]
+    names = (*xptable.ATTRIBUTES, *xptable.DEVICE_ATTRIBUTES, *(f"__{o}__" for o in operators))
+    missing = [name for name in names if not hasattr(cupy.ndarray, name)]
     assert not missing
     assert cupy.inf == np.inf and cupy.uint64 is np.uint64
 
@@ -74,3 +76,19 @@ def test_an_array_names_its_module_and_is_fetched_and_watched(cupy):
     assert cupy.ndarray.__module__ == "cupy" and hasattr(cupy.ndarray, "get") and hasattr(cupy.ndarray, "__array_priority__")
     assert cupy.ndarray.__weakrefoffset__, "weakref.finalize needs it"
     assert issubclass(cupy.cuda.runtime.CUDARuntimeError, RuntimeError)
+
+
+def test_the_way_to_the_host_and_to_mpi_is_there(cupy):
+    """What comm/device.py and direct.py take for granted beside the table."""
+    assert all(hasattr(cupy.cuda.Device, name) for name in ("synchronize", "__enter__", "__exit__"))
+    assert "blocking (bool): If set to ``False``, the copy runs asynchronously" in cupy.ndarray.get.__doc__
+    assert hasattr(cupy.ndarray, "__cuda_array_interface__") and hasattr(cupy.ndarray, "__dlpack__")
+    nothing = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(0), 0)
+    assert memoryview(nothing).nbytes == 0 and not memoryview(nothing).readonly, "numpy makes arrays on it"
+
+
+def test_where_pinned_memory_cannot_be_had_ordinary_memory_serves(cupy):
+    """Without a GPU there is none: the very error that a full machine gives."""
+    if cupy.cuda.is_available():
+        pytest.skip("there is a GPU, and pinned memory")
+    assert pinned(cupy, (2, 3), np.dtype("float32")).shape == (2, 3)

@@ -5,13 +5,14 @@ The double computes with numpy inside, so every result must have the very bits o
 """
 import numpy as np
 import pytest
-from device import double, suite
+from device import double, stream, suite
 
 from refimpl import ops
 from refimpl.array import on_device, to_host, xp_of
 from refimpl.autograd import Clock, Count, Guard, Params, Record, Replace, Tensor, recompute, value_and_grad
 from refimpl.cases import COLLECTIVES
 from refimpl.comm import Mesh
+from refimpl.comm.device import fetched
 from refimpl.generate import sample
 from refimpl.models import Context, decoder, init
 from refimpl.rng import draw24, integers, uniform_weights
@@ -61,6 +62,21 @@ def test_broadcast_and_maximum_take_device_arrays(ranks):
         x = np.arange(3.0) - comm.rank
         for act in (lambda a: comm.broadcast(a, comm.size - 1), lambda a: comm.all_reduce(a, "max")):
             suite.compare(double, act(double.asarray(x)), act(x), None)
+    ranks.run(on_rank)
+
+
+def test_a_collective_waits_for_what_another_stream_makes(ranks):
+    def on_rank(comm):
+        mine, n = np.arange(6.0).reshape(2, 3) * 2 ** comm.rank, comm.size
+        acts = [comm.all_reduce, lambda x: comm.all_reduce(x, "max"), comm.reduce, lambda x: comm.all_gather(x, 0),
+                lambda x: comm.all_gather(x, 1), lambda x: comm.reduce_scatter(x, 0), lambda x: comm.reduce_scatter(x, 1),
+                lambda x: comm.broadcast(x, n - 1), comm.ring, lambda x: comm.start_ring(x).wait(),
+                lambda x: comm.start_all_reduce(x).wait()]
+        for act in acts:
+            with stream.Stream():
+                x = double.asarray(mine)
+            y = act(x)
+            assert fetched(y).tobytes() == act(mine).tobytes()
     ranks.run(on_rank)
 
 

@@ -10,6 +10,8 @@ from refimpl import ops
 from refimpl.array import owner, to_host, xp_of
 from refimpl.autograd import Count, Guard, Tensor, value_and_grad
 from refimpl.comm import Mesh, run_threads
+from refimpl.comm.device import fetched
+from refimpl.comm.direct import probe
 from refimpl.generate import sample
 from refimpl.models import init
 
@@ -70,16 +72,39 @@ def test_what_the_double_takes_for_granted(gpu):
     assert float(x.sum()) == 6
 
 
-def test_a_collective_waits_for_the_kernel_that_makes_its_input(gpu):
-    """Long kernels, then an all_reduce of a million doubles, at once."""
+def after_long_kernels(gpu, values):
+    """`values` on the device, as soon as kernels of many milliseconds have ended."""
+    a = gpu.full((2000, 2000), 1e-3, "float64")
+    for _ in range(20):
+        a = a @ a * 0.5
+    return gpu.asarray(values) + a.sum() * 0
+
+
+@pytest.mark.parametrize("stream", ("the current stream", "another stream"))
+def test_a_collective_waits_for_the_kernel_that_makes_its_input(gpu, stream):
+    """Long kernels, then at once an all_reduce of a million doubles, again and again: pinned memory is used again."""
     def on_rank(comm):
-        a = gpu.full((2000, 2000), 1e-3, "float64")
-        for _ in range(20):
-            a = a @ a * 0.5
-        x = gpu.full((1_000_000,), 1.0 + comm.rank, "float64") + a.sum() * 0
-        return to_host(comm.all_reduce(x)).tolist()
-    for result in run_threads(2, on_rank):
-        assert set(result) == {3.0}
+        where = gpu.cuda.Stream(non_blocking=True) if stream == "another stream" else gpu.cuda.get_current_stream()
+        for step in range(5):
+            mine = np.random.default_rng([step, comm.rank]).normal(size=1_000_000)
+            with where:
+                x = after_long_kernels(gpu, mine)
+            results = comm.all_reduce(x), comm.broadcast(x, 1), comm.ring(x), comm.start_all_reduce(x).wait()
+            expected = comm.all_reduce(mine), comm.broadcast(mine, 1), comm.ring(mine), comm.all_reduce(mine)
+            for y, e in zip(results, expected):
+                suite.compare(gpu, y, e, None)
+    run_threads(2, on_rank)
+
+
+def test_arrays_are_staged_in_pinned_memory(gpu):
+    x = fetched(after_long_kernels(gpu, np.arange(1e6)))
+    assert isinstance(x.base, gpu.cuda.PinnedMemoryPointer) and (x == np.arange(1e6)).all()
+    assert fetched(gpu.zeros((0, 3))).shape == (0, 3) and fetched(gpu.zeros(())).shape == ()
+    assert fetched(gpu.asarray(np.eye(3)[::-1, :2])).tolist() == np.eye(3)[::-1, :2].tolist()
+
+
+def test_the_probe_of_cuda_aware_mpi_says_yes_or_a_sentence(gpu):
+    assert len(probe().splitlines()) <= 1
 
 
 def test_frames_and_sampling(gpu):

@@ -8,16 +8,19 @@ from device import double, suite
 
 import refimpl
 from refimpl import ops, xptable
+from refimpl.array import to_host
 from refimpl.autograd import Count, Guard, Tensor, value_and_grad
-from refimpl.comm import Mesh
+from refimpl.comm import Mesh, run_threads
+from refimpl.comm.device import fetched, returned
 from refimpl.models import init
 from refimpl.rng import integers
 
 ROOT = Path(refimpl.__file__).parent
-FILES = [ROOT / "rng.py", ROOT / "array.py"] + [
+FILES = [ROOT / "rng.py", ROOT / "array.py", ROOT / "comm/device.py", ROOT / "comm/direct.py"] + [
     path for part in ("ops", "parallel", "autograd", "models", "train", "generate")
     for path in sorted((ROOT / part).rglob("*.py"))]
-MODULE_LEVEL = {**xptable.FUNCTIONS, **xptable.UFUNCS}
+BOTH = {**xptable.FUNCTIONS, **xptable.UFUNCS}
+MODULE_LEVEL = {**BOTH, **xptable.DEVICE_FUNCTIONS}
 
 
 def uses(tree):
@@ -68,11 +71,15 @@ def everything():
     with Count(), Guard():
         value_and_grad(lambda p: ops.sum(ops.embedding(p["w"], double.asarray(np.array([1, 0])))),
                        {"w": Tensor(double.asarray(np.eye(3)))})
+    run_threads(2, lambda comm: comm.all_reduce(double.asarray(np.arange(3))))
+    returned(fetched(double.asarray(np.arange(3))), double.asarray(np.eye(3)))
+    to_host(double.asarray(np.eye(3)))
 
 
 def test_every_method_operator_and_argument_of_the_table_is_used():
-    table = {*xptable.CONSTANTS, *xptable.ATTRIBUTES, *xptable.BINARY, *xptable.REFLECTED, *xptable.IN_PLACE, *xptable.OTHERS}
-    for name, signature in {**MODULE_LEVEL, **xptable.METHODS}.items():
+    table = {*xptable.CONSTANTS, *xptable.ATTRIBUTES, *xptable.BINARY, *xptable.REFLECTED, *xptable.IN_PLACE, *xptable.OTHERS,
+             *xptable.DEVICE_ATTRIBUTES}
+    for name, signature in {**MODULE_LEVEL, **double.METHODS}.items():
         table |= {name, *(f"{name}({key})" for key in double.parameters(signature)[1])}
     double.used.clear()
     everything()
@@ -81,9 +88,9 @@ def test_every_method_operator_and_argument_of_the_table_is_used():
 
 
 def test_numpy_has_every_entry():
-    for name in [*MODULE_LEVEL, *xptable.CONSTANTS]:
+    for name in [*BOTH, *xptable.CONSTANTS]:
         module, _, last = name.rpartition(".")
         assert hasattr(getattr(np, module) if module else np, last)
-    assert all(hasattr(np.ndarray, name) for name in [*xptable.METHODS, *xptable.ATTRIBUTES] if name != "get")
+    assert all(hasattr(np.ndarray, name) for name in [*xptable.METHODS, *xptable.ATTRIBUTES])
     assert all(hasattr(np.ndarray, f"__{name}__") for name in (
         *xptable.BINARY, *xptable.COMPARISONS, *xptable.REFLECTED, *xptable.IN_PLACE, *xptable.OTHERS))
