@@ -54,14 +54,17 @@ class World:
     def complete(self, call: Call, ranks: tuple[int, ...]) -> bool:
         return len(self.tables[call]) == len(ranks)
 
-    def take(self, call: Call, ranks: tuple[int, ...], rank: int, doing: str) -> list[Any]:
+    def take(self, call: Call, ranks: tuple[int, ...], rank: int, doing: str, patience: float | None = None) -> list[Any]:
         """What the `ranks` put down, in their order, as soon as all have."""
         with self.changed:
-            deadline = time.monotonic() + self.timeout
+            start = time.monotonic()
+            deadline = start + self.timeout
             while not self.complete(call, ranks):
                 self.doing[rank] = doing
                 self.reports[rank] = Report(dict(self.counts[rank]), call[1], call[0], ranks)
                 self.require_hope([r for r in ranks if r not in self.tables[call]], deadline)
+                if patience and time.monotonic() - start > patience:
+                    raise CommError(f"rank {rank} waited {patience:g} s for the others: {doing}")
                 self.changed.wait(max(0.0, min(LOOK, deadline - time.monotonic())))
             self.doing.pop(rank, None)
             self.reports.pop(rank, None)
@@ -116,13 +119,13 @@ class ThreadComm(Comm):
         super().__init__(rank, len(ranks), axes, ledger)
         self.world, self.ranks, self.group = world, ranks, f"{'+'.join(axes)}:{','.join(map(str, ranks))}"
 
-    def exchange(self, item: Any, doing: str) -> list[Any]:
+    def exchange(self, item: Any, doing: str, patience: float | None = None) -> list[Any]:
         me = self.ranks[self.rank]
-        return self.world.take(self.world.put(self.group, me, item), self.ranks, me, doing)
+        return self.world.take(self.world.put(self.group, me, item), self.ranks, me, doing, patience)
 
     def _enter(self, operation: str, what: Callable[[], str], patience: float | None = None) -> None:
         claim = self.claim(operation, what)
-        require_agreement(self.exchange(claim, claim), self.ranks)
+        require_agreement(self.exchange(claim, claim, patience), self.ranks)
 
     def _leave(self) -> None:
         """Who waits, and who does not any more, is known to the world."""
