@@ -3,12 +3,13 @@
 Rank 1 does it and says when on stderr ("fault at SECONDS", by the machine's clock); where it is a disagreement, another
 call comes before the right one.  Each process locks a file in FOLDER, which holds its number, for as long as it lives.
 """
-import ctypes
 import fcntl
 import os
 import signal
 import sys
 import time
+from collections import deque
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,11 @@ LARGE = np.ones(1 << 19)                                # 4 MiB: it travels in m
 
 class Return(Exception):
     """Out of main, from wherever it is raised."""
+
+
+def deafen():
+    """A call that does not end and keeps Python's lock: no other thread of this process, such as its watch, gets anywhere."""
+    deque(repeat(0), maxlen=0)
 
 
 @op
@@ -97,7 +103,7 @@ class Rank:
         time.sleep(100)
 
     def do_deaf(self):
-        ctypes.PyDLL(None).sleep(100)                   # which keeps Python's lock: its watch is deaf and mute
+        deafen()
 
     def do_operation(self):
         self.mesh.tp.broadcast(X)
@@ -167,10 +173,10 @@ class Rank:
         self.mesh.tp.all_reduce(X)                      # waits: idle
 
     def at_deaf(self):
-        """Rank 2 is in a call that keeps Python's lock: no thread of it can do anything."""
+        """Rank 2 is deaf, and mute."""
         self.mesh.tp.all_reduce(X)
         if self.rank == 2:
-            ctypes.PyDLL(None).sleep(100)
+            deafen()
         self.when_all_wait(1)
         self.mesh.tp.all_reduce(X)                      # waits: deaf
 
