@@ -274,9 +274,11 @@ class Comm:
         in_order = " in rank order" if self.order == "fixed" and "reduce" in operation else ""
         return f"{operation} over {self.name}{': ' if details else ''}{details}{in_order}"
 
+    def _leave(self) -> None:
+        """This rank waits no longer: for a backend that wants to know."""
+
     # A backend supplies these, for contiguous host arrays, with shares along axis 0, on more than one rank.
     _enter: Callable[..., None]                         # (operation, what, patience=seconds): ranks agree, and may wait
-    _leave: Callable[[], None]                          # this rank waits no longer
     _sub: Callable[..., "Comm"]                         # (dims, keep)
     _all_reduce: Callable[..., np.ndarray]              # (x, how)
     _reduce: Callable[..., np.ndarray]                  # (x, root)

@@ -15,7 +15,7 @@ from refimpl.comm.arguments import CommError, require_agreement
 from refimpl.comm.base import Comm
 from refimpl.comm.ledger import Ledger
 from refimpl.comm.transfer import Moving
-from refimpl.comm.verdict import DEADLOCK, Fault, Report, failed, place, sentence, stuck
+from refimpl.comm.verdict import Fault, Report, failed, fault_of, place, sentence
 
 GRACE = 2.0                                             # seconds that the other ranks have to end after a failure
 LOOK = 0.25                                             # seconds between two looks at the clock
@@ -77,12 +77,8 @@ class World:
     def require_hope(self, absent: list[int], deadline: float) -> None:
         """Error: CommError, the same for all who wait, once the absent ranks cannot come any more."""
         if not self.fault:
-            gone = [r for r in absent if r in self.ended]
-            if gone:
-                self.fault = Fault(gone[0], "has ended")
-            elif stuck(self.reports):
-                self.fault = DEADLOCK
-            elif time.monotonic() > deadline:
+            self.fault = fault_of(self.reports)
+            if not self.fault and time.monotonic() > deadline:
                 self.fault = Fault(absent[0], f"did not come within {self.timeout:g} s")
         if self.fault and not self.verdict:
             self.verdict = sentence(self.fault, {r: self.state(r) for r in range(self.size)})
@@ -126,9 +122,6 @@ class ThreadComm(Comm):
     def _enter(self, operation: str, what: Callable[[], str], patience: float | None = None) -> None:
         claim = self.claim(operation, what)
         require_agreement(self.exchange(claim, claim, patience), self.ranks)
-
-    def _leave(self) -> None:
-        """Who waits, and who does not any more, is known to the world."""
 
     def _sub(self, dims: dict[str, int], keep: tuple[str, ...]) -> Comm:
         grid = np.array(self.ranks).reshape(tuple(dims.values()))

@@ -31,6 +31,9 @@ class Fault:
         return (self.what != DIED, self.rank, self.what) < (other.what != DIED, other.rank, other.what)
 
 
+DEADLOCK = Fault(-1, "the ranks wait for one another")
+
+
 class Told(int):
     """An exit status of which the reason has been said, in the name of all ranks."""
 
@@ -68,14 +71,18 @@ def missing(waiting: Report, reports: dict[int, Report], among: Iterable[int]) -
     return [m for m in waiting.members if m in among and reports[m].counts.get(waiting.group, 0) < waiting.n]
 
 
+def fault_of(reports: dict[int, Report]) -> Fault | None:
+    """The ended rank that a stuck one waits for, or that ranks wait for one another; None where nobody is stuck."""
+    waiting = stuck(reports)
+    ended = [m for r in waiting for m in missing(reports[r], reports, reports) if not reports[m].n]
+    return Fault(min(ended), "has ended") if ended else DEADLOCK if waiting else None
+
+
 def sentence(fault: Fault, states: dict[int, str]) -> str:
     """`states`: what the other ranks do ("waits in ...")."""
     rank = f"rank {fault.rank} " if fault.rank >= 0 else ""
     return "; ".join([f"{rank}{fault.what}", *(f"rank {r} {state}" for r, state in sorted(states.items())
                                                if r != fault.rank and state)])
-
-
-DEADLOCK = Fault(-1, "the ranks wait for one another")
 
 
 def failed(rank: int, error: BaseException) -> Fault:

@@ -19,7 +19,7 @@ from typing import Any, Callable, Protocol
 
 from refimpl.comm.arguments import CommError
 from refimpl.comm.links import Links
-from refimpl.comm.verdict import DEADLOCK, DIED, Fault, Report, missing, place, sentence, stuck
+from refimpl.comm.verdict import DEADLOCK, DIED, Fault, Report, fault_of, place, sentence
 
 TICK = 0.1                                              # seconds between two looks at what this rank does
 PATIENCE = 0.25                                         # seconds of waiting before a rank says that it waits
@@ -186,10 +186,9 @@ class Watch:
         return f"waits in {group.claim(operation, what)} ({place(self.worker)})"
 
     def look_for_stuck_ranks(self) -> None:
-        if not self.faults and stuck(self.reports):
-            first = stuck(self.reports)[0]
-            ended = [r for r in missing(self.reports[first], self.reports, self.reports) if r in self.ended]
-            self.learn(Fault(ended[0], "has ended") if ended else DEADLOCK)
+        fault = fault_of(self.reports)
+        if fault and not self.faults:
+            self.learn(fault)
 
     def tick(self) -> None:
         now, doing = time.monotonic(), self.doing
