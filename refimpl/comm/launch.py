@@ -21,7 +21,7 @@ from refimpl.comm.arguments import CommError
 from refimpl.comm.base import Comm, SerialComm
 from refimpl.comm.direct import require
 from refimpl.comm.ending import INTERRUPTED
-from refimpl.comm.library import INSTALL, library, load_mpi
+from refimpl.comm.library import INSTALL, find_mpi, library
 from refimpl.comm.mpi import MpiComm
 from refimpl.comm.mpi_world import mpi_world
 from refimpl.comm.switches import Settings, read_switches, switches_set
@@ -29,9 +29,10 @@ from refimpl.comm.threads import run_threads
 from refimpl.comm.trace import TraceError, traced
 from refimpl.comm.verdict import Told
 
-SIZES = {"PMI_SIZE": "MPICH's or Intel MPI's mpirun", "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
+SIZES = {"PMI_SIZE": "MPICH's or Intel MPI's mpirun (or srun --mpi=pmi2)", "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
          "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun"}
-RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMIX_RANK")
+TASKS = "SLURM_STEP_NUM_TASKS"                          # srun's, which also starts what mpirun starts the ranks with
+RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
@@ -40,7 +41,10 @@ def launcher() -> tuple[str, int | None] | None:
     for variable, who in SIZES.items():
         if os.environ.get(variable, "").isdecimal():
             return who, int(os.environ[variable])
-    return ("a PMIx launcher (srun --mpi=pmix, prun)", None) if "PMIX_RANK" in os.environ else None
+    if "PMIX_RANK" in os.environ:
+        return "a PMIx launcher (srun --mpi=pmix, prun)", None
+    tasks = os.environ.get(TASKS, "")
+    return ("srun", int(tasks)) if tasks.isdecimal() and tasks != "1" else None
 
 
 def launched_rank() -> int:
@@ -73,16 +77,15 @@ def world(checked: bool | None = None, timeout: float | None = None) -> Comm:
         settings = read_switches()
     except ValueError as error:
         failure = str(error)
+    if started and is_foreign(library(find_mpi())):
+        raise CommError(misfit(*started, "cannot work with it"))
     comm: Comm = SerialComm() if not started else mpi_world(settings.checked if checked is None else checked,
                                                             settings.timeout if timeout is None else timeout)
     require_same_switches(comm)
     if failure:
         raise ValueError(failure)
     if started and started[1] not in (None, comm.size):
-        raise CommError(
-            f"{started[0]} started {started[1]} processes, but the MPI library that mpi4py loaded sees {comm.size}: "
-            f"each would believe to be alone.  Use the mpirun of that library ({library(load_mpi())}); "
-            f"`python -m refimpl doctor` shows both")
+        raise CommError(misfit(*started, f"sees {comm.size}: each would believe to be alone"))
     if settings.cuda_aware and isinstance(comm, MpiComm) and comm.size > 1:
         require(comm, local_rank(comm))
         comm.direct = True
@@ -98,6 +101,22 @@ def require_same_switches(comm: Comm) -> None:
             if text != texts[0]:
                 raise CommError(f"rank 0 has {texts[0]}, rank {rank} has {text}: mpirun passes an environment variable on to "
                                 f"all ranks by -x NAME (Open MPI) or -genv NAME VALUE (MPICH)")
+
+
+def is_foreign(version: str) -> bool:
+    """Whether the launcher is one that the MPI library of this version cannot understand.  Known before MPI_Init, which
+    would end the process (MPICH), or warn at length and let every rank be alone (Open MPI)."""
+    told = {v for v in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK") if v in os.environ}
+    if version.startswith("Open MPI"):
+        return told == {"PMI_SIZE"} and not version.startswith(("Open MPI v3", "Open MPI v4"))      # those know PMI
+    return told == {"OMPI_COMM_WORLD_SIZE", "PMIX_RANK"}
+
+
+def misfit(who: str, n: int | None, how: str) -> str:
+    version = library(find_mpi())
+    return (f"{who} started {n} processes, but the MPI library that mpi4py loaded {how}.  Use the mpirun of that library "
+            f"({version}), or srun --mpi={'pmix' if version.startswith('Open MPI') else 'pmi2'}; `python -m refimpl doctor` "
+            f"shows both")
 
 
 def local_rank(comm: Comm) -> int:

@@ -110,6 +110,12 @@ class Watch:
         time.sleep(FORWARDING)
         return self.fault.status if self.verdict else min(self.faults).status
 
+    def aborts(self) -> int:
+        """The rank that is to abort the job: one only, for where several do at a time Open MPI's mpirun may never end."""
+        cause = (self.fault if self.verdict else min(self.faults)).rank
+        left = set(range(self.size)) - self.gone
+        return cause if cause in left else min(left)
+
     def end(self) -> bool:
         """This rank comes to its end: wait for the others.  False if one of them does not come to its own."""
         with self.lock:

@@ -14,7 +14,7 @@ import numpy as np
 from refimpl.comm import CommError, local_rank, world
 from refimpl.comm.direct import probe
 from refimpl.comm.launch import THREAD_VARIABLES, affinity, cgroup_cores, launched_rank, launcher, mpirun_command
-from refimpl.comm.library import library, load_mpi
+from refimpl.comm.library import find_mpi, library
 from refimpl.comm.mpi import MpiComm
 from refimpl.comm.switches import SWITCHES, read_switches, unknown_switches
 
@@ -67,7 +67,7 @@ def blas() -> Iterator[Row]:
 def mpi() -> Iterator[Row]:
     """The library that mpi4py loads, the launcher, and whether they belong together: tried with two ranks."""
     try:
-        found = library(load_mpi())
+        found = library(find_mpi())
         yield "ok", "mpi4py", importlib.metadata.version("mpi4py")
         yield "ok", "MPI library", found
     except CommError as error:

@@ -3,11 +3,11 @@ import os
 import subprocess
 import time
 
-from refimpl.comm.launch import RANKS, SIZES, THREAD_VARIABLES
+from refimpl.comm.launch import RANKS, SIZES, TASKS, THREAD_VARIABLES
 
 LIMIT = 60                                              # seconds, for a program that should take one or two
 QUICK = 30                                              # seconds in which a failure must have ended all ranks
-LAUNCHERS = (*SIZES, *RANKS)
+LAUNCHERS = (*SIZES, *RANKS, TASKS)
 
 
 def execute(command, **environment):

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from refimpl.comm import CommError, launch
-from refimpl.comm.launch import THREAD_VARIABLES, cgroup_cores, launcher, mpirun_command, set_blas_threads, share_of_cores
+from refimpl.comm.launch import (THREAD_VARIABLES, cgroup_cores, is_foreign, launcher, mpirun_command, set_blas_threads,
+                                 share_of_cores)
+from refimpl.comm.library import find_mpi, library
 
-from .programs import LAUNCHERS, execute
+from .programs import LAUNCHERS, QUICK, execute
 
 
 def python(code, **environment):
@@ -68,12 +70,77 @@ def test_simulate_under_mpirun_is_refused(count, mpirun):
 def test_copies_that_would_each_believe_to_be_alone_are_explained(count, mpirun, variable, who):
     code, out, err, _ = execute([sys.executable, str(count)], **{variable: "4"})
     assert code == 1 and out == "" and "Traceback" not in err
-    assert "started 4 processes, but the MPI library that mpi4py loaded sees 1" in err and who in err and "doctor" in err
+    assert "started 4 processes, but the MPI library that mpi4py loaded " in err and who in err and "doctor" in err
+
+
+@pytest.mark.parametrize("version, variables, foreign", (
+    ("MPICH Version: 5.0.2", "PMI_SIZE", False), ("MPICH Version: 5.0.2", "OMPI_COMM_WORLD_SIZE PMIX_RANK", True),
+    ("MPICH Version: 5.0.2", "PMIX_RANK", False),       # it may have been built with PMIx
+    ("Open MPI v5.0.11", "OMPI_COMM_WORLD_SIZE PMIX_RANK", False), ("Open MPI v5.0.11", "PMI_SIZE", True),
+    ("Open MPI v4.1.4", "PMI_SIZE", False), ("Open MPI v5.0.11", "PMIX_RANK", False),
+    ("Open MPI v5.0.11", "PMI_SIZE OMPI_COMM_WORLD_SIZE PMIX_RANK", False)))        # mpirun in a shell under srun
+def test_a_launcher_that_the_library_cannot_understand_is_known_before_mpi_starts(monkeypatch, version, variables, foreign):
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    for name in variables.split():
+        monkeypatch.setenv(name, "2")
+    assert is_foreign(version) == foreign
+
+
+def test_a_foreign_launcher_is_a_sentence_and_not_the_librarys_own_end(count, mpirun):
+    theirs = {"OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "0", "PMIX_NAMESPACE": "x"}
+    ours = {"PMI_SIZE": "4", "PMI_RANK": "0"}
+    code, out, err, _ = execute([sys.executable, str(count)], **(ours if library(find_mpi()).startswith("Open") else theirs))
+    assert code == 1 and out == "" and err.count("\n") == 1
+    assert "started 4 processes, but the MPI library that mpi4py loaded cannot work with it.  Use the mpirun of" in err
+
+
+def test_tasks_of_srun_that_cannot_know_of_each_other_are_explained(count, mpirun):
+    code, out, err, _ = execute([sys.executable, str(count)], SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="0")
+    assert code == 1 and out == "" and "srun started 4 processes, but the MPI library that mpi4py loaded sees 1" in err
+    assert "or srun --mpi=pmi" in err
+    assert execute([sys.executable, str(count)], SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0")[:2] == (0, "1 SerialComm\n")
+
+
+EARLY = """
+from refimpl.comm import library, world
+from refimpl.comm.launch import launched_rank
+library.PATIENCE = 2
+if launched_rank() == 1:
+    raise SystemExit(0)
+world()
+"""
+
+
+def test_a_rank_that_ends_before_mpi_starts_does_not_leave_the_others_waiting(mpirun, tmp_path):
+    (tmp_path / "early.py").write_text(EARLY)
+    code, _, err, seconds = mpirun(tmp_path / "early.py", n=3)
+    assert code != 0 and seconds < QUICK
+    ours = "s not all ranks came to MPI_Init: one of them ended before, see above, or is late" in err
+    assert ours or "this process did not call \"init\" before exiting" in err, err         # Open MPI may see it first
+
+
+def test_the_alarm_leaves_an_alarm_of_others_alone():
+    code, out, err, _ = python("""
+import signal, time
+from refimpl.comm.library import alarm
+signal.signal(signal.SIGALRM, lambda *args: print("theirs"))
+signal.alarm(1)
+with alarm(1):
+    time.sleep(1.5)
+signal.signal(signal.SIGALRM, signal.SIG_DFL)
+with alarm(1):
+    pass
+time.sleep(1.5)
+print("alive")
+""")
+    assert (code, out) == (0, "theirs\nalive\n"), err
 
 
 @pytest.mark.parametrize("variables, found", (
     ({}, None), ({"PMI_SIZE": "4"}, 4), ({"OMPI_COMM_WORLD_SIZE": "2"}, 2), ({"PMI_SIZE": "none"}, None),
-    ({"PMIX_RANK": "0"}, "?")))
+    ({"PMIX_RANK": "0"}, "?"), ({"SLURM_STEP_NUM_TASKS": "4"}, 4), ({"SLURM_STEP_NUM_TASKS": "1"}, None),
+    ({"SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "4"}, 4)))             # mpirun starts its daemons by srun
 def test_launchers_are_known_by_their_variables(monkeypatch, variables, found):
     for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
