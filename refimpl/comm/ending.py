@@ -19,7 +19,7 @@ from refimpl.comm.arguments import CommError
 from refimpl.comm.verdict import Fault, failed
 from refimpl.comm.watch import FORWARDING, Watch
 
-ABORTED = 3.0                                           # seconds for the launcher to end all ranks after one has aborted
+ABORTED = 2.0                                           # seconds for the launcher to end all ranks after one has aborted
 INTERRUPTED = 130                                       # what a shell reports of a program that Ctrl-C ended
 
 
@@ -84,8 +84,7 @@ class Ending:
         if self.watch:
             status = self.watch.goodbye()
             if self.rank != self.watch.aborts():
-                time.sleep(ABORTED)                     # by then the abort has ended this rank, or never will
-                os._exit(status)
+                time.sleep(ABORTED)                     # by then that rank's abort has ended this one, or never will
         else:
             time.sleep(FORWARDING)
         if not self.MPI.Is_finalized():

@@ -113,8 +113,8 @@ class Watch:
     def aborts(self) -> int:
         """The rank that is to abort the job: one only, for where several do at a time Open MPI's mpirun may never end."""
         cause = (self.fault if self.verdict else min(self.faults)).rank
-        left = set(range(self.size)) - self.gone
-        return cause if cause in left else min(left)
+        able = self.said - self.gone                    # this rank is
+        return cause if cause in able else min(able)
 
     def end(self) -> bool:
         """This rank comes to its end: wait for the others.  False if one of them does not come to its own."""
