@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from refimpl.comm.ending import Ending
-from refimpl.comm.library import load_mpi
+from refimpl.comm.library import library, load_mpi
 from refimpl.comm.links import Links
 from refimpl.comm.mpi import MpiComm
 from refimpl.comm.watch import Watch
@@ -48,7 +48,8 @@ def watch_over(raw: Any, timeout: float) -> Watch | None:
         failure = str(error)
     failures = [f.decode() for f in gather(failure.encode())]
     if links and not any(failures):
-        return Watch(links, rank, size, timeout)
+        hurry = 0.17 if library(load_mpi()).startswith("Open MPI") else 1.0         # its launcher waits for 0.25 seconds
+        return Watch(links, rank, size, timeout, hurry)
     if links:
         links.close()
     if rank == 0:

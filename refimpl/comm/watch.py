@@ -46,10 +46,11 @@ class Watch:
     """Rank `rank`'s.  The thread that computes calls enter, require_hope, fail, goodbye and end, and sets `doing`.
 
     timeout  seconds in one collective after which the ranks that are not there are a fault
+    hurry    share of ANSWER that there is after a death, which the launcher sees too, and may end all ranks for
     """
 
-    def __init__(self, links: Links, rank: int, size: int, timeout: float) -> None:
-        self.links, self.rank, self.size, self.timeout = links, rank, size, timeout
+    def __init__(self, links: Links, rank: int, size: int, timeout: float, hurry: float = 1.0) -> None:
+        self.links, self.rank, self.size, self.timeout, self.hurry = links, rank, size, timeout, hurry
         self.worker = threading.get_ident()
         self.counts: dict[str, int] = defaultdict(int)  # collectives begun, by group
         self.doing: Doing | None = None
@@ -212,9 +213,8 @@ class Watch:
             self.look_at_the_clock(*doing[:2])
 
     def answer_time(self) -> float:
-        """Seconds for the others to say what they do, a little more on higher ranks, so that one verdict comes first.  A death
-        is seen by the launcher too: Open MPI's ends all ranks after a quarter of a second."""
-        return (ANSWER + STEP * min(self.rank, 3)) * (0.15 if min(self.faults).what == DIED else 1.0)
+        """Seconds for the others to say what they do, a little more on higher ranks, so that one verdict comes first."""
+        return (ANSWER + STEP * min(self.rank, 3)) * (self.hurry if min(self.faults).what == DIED else 1.0)
 
     def judge(self, fault: Fault, verdict: str) -> None:
         """Unless another rank's verdict came first."""
