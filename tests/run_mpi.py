@@ -8,6 +8,7 @@ import io
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from tempfile import TemporaryDirectory
 
 from refimpl.comm import CommError
 from refimpl.comm.launch import fail, launcher, mpirun_command, world
@@ -36,13 +37,14 @@ def run(arguments: list[str]) -> int:
     import pytest
     comm = world()
     heard = io.StringIO()
-    arguments = ["--color=no", "-o", f"faulthandler_timeout={TEST_LIMIT}", "-o", "faulthandler_exit_on_timeout=true",
-                 *arguments]                            # (no colour: the launcher may give us a terminal of its own)
-    if comm.rank == 0:
-        code = int(pytest.main(arguments))
-    else:
-        with redirect_stdout(heard):
-            code = int(pytest.main(["-p", "no:cacheprovider", *arguments]))
+    with TemporaryDirectory() as folder:                # ranks that share pytest's would delete each other's
+        arguments = ["--basetemp", folder, "--color=no", "-o", f"faulthandler_timeout={TEST_LIMIT}",
+                     "-o", "faulthandler_exit_on_timeout=true", *arguments]
+        if comm.rank == 0:                              # (no colour: the launcher may give us a terminal of its own)
+            code = int(pytest.main(arguments))
+        else:
+            with redirect_stdout(heard):
+                code = int(pytest.main(["-p", "no:cacheprovider", *arguments]))
     codes = [int(c) for c in comm.gather_objects(str(code))]            # nobody ends before rank 0 has reported
     if code and not codes[0]:
         sys.stderr.write(f"rank {comm.rank}:\n{heard.getvalue()}")
