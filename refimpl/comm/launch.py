@@ -33,6 +33,8 @@ SIZES = {"PMI_SIZE": "MPICH's or Intel MPI's mpirun (or srun --mpi=pmi2)", "OMPI
          "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun"}
 TASKS = "SLURM_STEP_NUM_TASKS"                          # srun's, which also starts what mpirun starts the ranks with
 RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+DEAF = 'trap "" USR1; "$@"; exit $?'                     # shells to start a rank with, see mpirun_command
+PATIENT = '"$@"; status=$?; [ $status -le 130 ] || sleep 2; exit $status'      # (up to 130: its own, or Ctrl-C)
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
@@ -176,8 +178,9 @@ def mpirun_command(n: int) -> list[str]:
     """The command that starts `n` ranks: the mpirun beside this Python, else the one on PATH.
 
     Open MPI wants to be told that more ranks than (physical) cores are meant, and that root is.  MPICH's kills all ranks as
-    soon as one is killed by a signal.  Told not to, and shown a shell that ends normally in its stead, it leaves the others
-    time to say who waited where, and to end (watch.py); it then tells them of ends by a signal, which is ignored.
+    soon as one is killed by a signal, Open MPI's a quarter of a second later.  Shown a shell that ends in its stead, normally
+    or two seconds later, they leave the others time to say who waited where, and to end (watch.py); MPICH's then tells of
+    ends by a signal, which is ignored.
     Error: CommError where there is no mpirun.
     """
     beside = Path(sys.executable).parent / "mpirun"
@@ -186,11 +189,11 @@ def mpirun_command(n: int) -> list[str]:
         raise CommError(f"no mpirun found beside this Python or on PATH: {INSTALL}")
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
     if "HYDRA" in version:
-        return [mpirun, "-disable-auto-cleanup", "-n", str(n), "sh", "-c", 'trap "" USR1; "$@"; exit $?', "sh"]
-    flags = []
+        return [mpirun, "-disable-auto-cleanup", "-n", str(n), "sh", "-c", DEAF, "sh"]
     if "Open MPI" in version or "prrte" in version.lower():
         flags = ["--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
-    return [mpirun, *flags, "-n", str(n)]
+        return [mpirun, *flags, "-n", str(n), "sh", "-c", PATIENT, "sh"]
+    return [mpirun, "-n", str(n)]
 
 
 # -- BLAS threads --------------------------------------------------------------------------------------------------
