@@ -57,14 +57,15 @@ class Comm:
         return as_dtype(self.run("all_reduce", lambda: f"{how} of {form(x)}", widened(x), how), x.dtype)
 
     @collective
-    def reduce(self, x: Array, root: int = 0) -> Array:
-        """The sum over ranks of x, on rank `root`; zeros on the others.  Shapes: x[...] -> y[...], equal on all ranks."""
+    def reduce(self, x: Array, root: int = 0) -> Array | None:
+        """The sum over ranks of x, on rank `root`; None on the others.  Shapes: x[...] -> y[...], equal on all ranks."""
         check_array(x)
         check_reduction(x)
         check_rank(root, self.size)
         if self.size == 1:
             return x
-        return as_dtype(self.run("reduce", lambda: f"sum of {form(x)} on rank {root}", widened(x), root), x.dtype)
+        y = self.run("reduce", lambda: f"sum of {form(x)} on rank {root}", widened(x), root)
+        return None if y is None else as_dtype(y, x.dtype)
 
     @collective
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int] | None = None) -> Array:
@@ -241,8 +242,17 @@ class Comm:
 
     def _carry(self, operation: str, x: Array, args: tuple) -> Array | None:
         """The backend's `_operation`, of an array of the host or of a device."""
-        y = getattr(self, "_" + operation)(fetched(x), *args)
-        return y if type(x) is np.ndarray or y is None else returned(y, x)
+        act = getattr(self, "_" + operation)
+        if type(x) is np.ndarray:
+            return act(fetched(x), *args)
+        y = self._direct(operation, x, args)
+        if y is None:
+            y = act(fetched(x), *args)
+        return None if y is None else returned(y, x)
+
+    def _direct(self, operation: str, x: Array, args: tuple) -> Array | None:
+        """The same where a backend takes arrays of a device as they are; None where it does not."""
+        return None
 
     def start(self, operation: str, what: Callable[[], str], x: Array, *args: Any, payload: int, wire: int = 0,
               dtype: Any = None) -> Transfer:
@@ -281,7 +291,7 @@ class Comm:
     _enter: Callable[..., None]                         # (operation, what, patience=seconds): ranks agree, and may wait
     _sub: Callable[..., "Comm"]                         # (dims, keep)
     _all_reduce: Callable[..., np.ndarray]              # (x, how)
-    _reduce: Callable[..., np.ndarray]                  # (x, root)
+    _reduce: Callable[..., np.ndarray | None]           # (x, root)
     _all_gather: Callable[..., np.ndarray]              # (x, sizes)
     _reduce_scatter: Callable[..., np.ndarray]          # (x, sizes)
     _all_to_all: Callable[..., np.ndarray]              # (x, table)

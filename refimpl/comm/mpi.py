@@ -90,9 +90,8 @@ class MpiComm(Comm):
         comm.under_way, comm.direct = self.under_way, self.direct
         return comm
 
-    def _carry(self, operation: str, x: Array, args: tuple) -> Array | None:
-        y = direct(self.raw, operation, x, args, self.order, self.largest) if self.direct and on_device(x) else None
-        return super()._carry(operation, x, args) if y is None else y
+    def _direct(self, operation: str, x: Array, args: tuple) -> Array | None:
+        return direct(self.raw, operation, x, args, self.order, self.largest) if self.direct and on_device(x) else None
 
     # -- the collectives ---------------------------------------------------------------------------------------
 
@@ -109,17 +108,17 @@ class MpiComm(Comm):
                 self.raw.Allreduce(x.reshape(-1)[part], y.reshape(-1)[part], self.operation(how))
         return y
 
-    def _reduce(self, x: np.ndarray, root: int) -> np.ndarray:
+    def _reduce(self, x: np.ndarray, root: int) -> np.ndarray | None:
         if self.order == "fixed":
             n = tuple(x.size * (r == root) for r in range(self.size))
-            y = self.sum_in_order(x.reshape(-1), n, "sum")
-            return y.reshape(x.shape) if self.rank == root else np.zeros_like(x)
-        y = np.empty_like(x) if self.rank == root else np.zeros_like(x)
+            total = self.sum_in_order(x.reshape(-1), n, "sum")
+            return total.reshape(x.shape) if self.rank == root else None
+        y = np.empty_like(x) if self.rank == root else None
         if x.size <= self.largest:
             self.raw.Reduce(x, y, self.MPI.SUM, root)
         else:
             for part in self.pieces(0, x.size):
-                self.raw.Reduce(x.reshape(-1)[part], y.reshape(-1)[part], self.MPI.SUM, root)
+                self.raw.Reduce(x.reshape(-1)[part], None if y is None else y.reshape(-1)[part], self.MPI.SUM, root)
         return y
 
     def _all_gather(self, x: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:

@@ -89,7 +89,7 @@ class World:
     def state(self, rank: int) -> str:
         if rank in self.ended:
             return "has ended"
-        where = place(self.threads.get(rank))
+        where = place(self.threads.get(rank), rank in self.doing)
         return f"waits in {self.doing[rank]} ({where})" if rank in self.doing else f"is at {where}"
 
     def end(self, rank: int, error: BaseException | None) -> None:
@@ -136,9 +136,9 @@ class ThreadComm(Comm):
     def _all_reduce(self, x: np.ndarray, how: str) -> np.ndarray:
         return combine(self.everybodys(x), how)
 
-    def _reduce(self, x: np.ndarray, root: int) -> np.ndarray:
+    def _reduce(self, x: np.ndarray, root: int) -> np.ndarray | None:
         parts = self.everybodys(x)
-        return combine(parts, "sum") if self.rank == root else np.zeros_like(x)
+        return combine(parts, "sum") if self.rank == root else None
 
     def _all_gather(self, x: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
         return np.concatenate(self.everybodys(x))

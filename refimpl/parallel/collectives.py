@@ -170,7 +170,8 @@ def broadcast(x, comm=None, root=0):
     y = comm.broadcast(x, root).view()
 
     def vjp(dy):
-        return comm.reduce(dy, root)
+        dx = comm.reduce(dy, root)
+        return xp_of(dy).zeros_like(dy) if dx is None else dx
     return y, vjp
 
 

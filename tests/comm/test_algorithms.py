@@ -11,6 +11,8 @@ from refimpl.comm import Comm, CommError, shares
 from refimpl.comm.algorithms import (recursive_doubling_all_reduce, ring_all_gather, ring_all_reduce, ring_reduce_scatter,
                                      tree_broadcast)
 
+from .test_comm import require_refusal
+
 ALL_REDUCES = {"ring": ring_all_reduce, "doubling": recursive_doubling_all_reduce}
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "float16": 1e-3, "int64": 0.0, "uint8": 0.0}     # of the sum of |x|
 SHAPES = ((), (0,), (1,), (2, 0, 3), (3,), (5, 2), (8,), (3, 4, 2))         # nothing, fewer elements than ranks, uneven, even
@@ -192,28 +194,13 @@ APART = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_use_gets_a_sentence(ranks, case):
-    call, kind, sentence = WRONG[case]
-
-    def check(comm: Comm):
-        with pytest.raises(kind, match=sentence) as caught:
-            call(comm)
-        said = comm.gather_objects(str(caught.value))
-        assert said == said[:1] * comm.size                                      # the same on every rank
-        assert comm.all_reduce(np.ones(1)) == comm.size                          # and they are still in step
-    ranks.run(check)
+    require_refusal(ranks, *WRONG[case])
 
 
 @pytest.mark.parametrize("case", APART)
 def test_ranks_that_do_not_agree_all_get_the_same_sentence(ranks, case):
-    def check(comm: Comm):
-        if comm.size == 1:
-            return
-        with pytest.raises(CommError, match="do not agree .*: rank 0: (ring|rec|tree).*; rank 1.*: (ring|rec|tree)") as caught:
-            APART[case](comm)
-        said = comm.gather_objects(str(caught.value))
-        assert said == said[:1] * comm.size
-        assert comm.all_reduce(np.ones(1)) == comm.size
-    ranks.run(check)
+    sentence = "do not agree .*: rank 0: (ring|rec|tree).*; rank 1.*: (ring|rec|tree)"
+    require_refusal(ranks, APART[case], CommError, sentence, sizes=range(2, 99))
 
 
 # -- counted: elements on the wire and rounds ----------------------------------------------------------------------
