@@ -24,10 +24,11 @@ INTERRUPTED = 130                                       # what a shell reports o
 
 
 class Ending:
-    """Ends all ranks, with `watch` where there is one."""
+    """Ends all ranks, with `watch` as soon as, and where, there is one."""
 
-    def __init__(self, MPI: Any, watch: Watch | None) -> None:
-        self.MPI, self.watch, self.rank, self.process = MPI, watch, MPI.COMM_WORLD.Get_rank(), os.getpid()
+    def __init__(self, MPI: Any) -> None:
+        self.MPI, self.rank, self.process = MPI, MPI.COMM_WORLD.Get_rank(), os.getpid()
+        self.watch: Watch | None = None
 
     def install(self) -> None:
         sys.excepthook = self.on_exception
@@ -76,8 +77,8 @@ class Ending:
         self.leave(self.watch.fault.status)
 
     def say(self, text: str) -> None:
-        for act in (sys.stdout.flush, lambda: sys.stderr.write(text), sys.stderr.flush):
-            with suppress(OSError, ValueError):         # it is closed
+        for act in (lambda: sys.stdout.flush(), lambda: sys.stderr.write(text), lambda: sys.stderr.flush()):
+            with suppress(OSError, ValueError, AttributeError):     # it is closed, or None
                 act()
 
     def leave(self, status: int) -> None:

@@ -1,7 +1,10 @@
 """MPI's world, and what makes its ranks end together."""
+import os
 import sys
+import threading
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Iterator
 
 import numpy as np
 
@@ -10,6 +13,8 @@ from refimpl.comm.library import library, load_mpi
 from refimpl.comm.links import Links
 from refimpl.comm.mpi import MpiComm
 from refimpl.comm.watch import Watch
+
+SLOW = 60.0                                             # seconds that all ranks have to come here, at least
 
 
 @cache
@@ -22,12 +27,31 @@ def mpi_world(checked: bool = True, timeout: float = 300.0) -> MpiComm:
     raw = MPI.COMM_WORLD
     if raw.Get_size() == 1:
         return MpiComm(raw, checked=checked)
-    watch = watch_over(raw, timeout)
-    Ending(MPI, watch).install()
+    ending = Ending(MPI)
+    ending.install()
+    with limited(max(timeout, SLOW)):
+        ending.watch = watch = watch_over(raw, timeout)
     comm = MpiComm(raw, checked=checked, watch=watch)
     if watch:
         watch.progress = comm.progress
     return comm
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """End this process where the body, in which it waits for all ranks, takes longer."""
+    def end() -> None:
+        sys.stderr.write(f"not all ranks came to world() within {seconds:g} s: one ended before, see above, or is late\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def watch_over(raw: Any, timeout: float) -> Watch | None:

@@ -88,15 +88,25 @@ def sentence(fault: Fault, states: dict[int, str]) -> str:
 def failed(rank: int, error: BaseException) -> Fault:
     if isinstance(error, SystemExit):
         status = error.code if isinstance(error.code, int) else 1
-        said = "" if isinstance(error.code, int) else f" ({str(error.code)[:500]})"
-        return Fault(rank, f"exits with status {status}{said}", int(status), isinstance(status, Told))
-    text = str(error)
-    return Fault(rank, f"failed ({type(error).__name__}{': ' if text else ''}{text[:500]})")
+        said = "" if isinstance(error.code, int) else f" ({one_line(error.code)})"
+        return Fault(rank, f"exits with status {status}{said}", int(status) & 255 or 1, isinstance(status, Told))
+    text = one_line(error)
+    return Fault(rank, f"failed ({type(error).__name__}{': ' if text else ''}{text})")
 
 
-def place(thread: int | None) -> str:
-    """The line of code at which a thread of this process is now, of whoever called this package's collectives."""
+def one_line(value: Any) -> str:
+    """Its text, for a sentence; nothing where it cannot say itself."""
+    try:
+        return " ".join(str(value)[:500].split())
+    except Exception:
+        return ""
+
+
+def place(thread: int | None, waits: bool = False) -> str:
+    """The line of code at which a thread of this process is now; where it waits, that which called the collective."""
     frame: Any = sys._current_frames().get(thread or 0)
+    while waits and frame and frame.f_back and not frame.f_code.co_filename.startswith(INNER):
+        frame = frame.f_back                            # (what a collective has called)
     while frame and frame.f_back and frame.f_code.co_filename.startswith(INNER):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "its end"

@@ -144,8 +144,10 @@ class Watch:
                         self.hear(message["from"], message)
                     self.tick()
         except BaseException:                           # a rank that is not watched any more must not go on
-            traceback.print_exc()
-            os._exit(1)
+            try:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
 
     def hear(self, r: int, message: dict[str, Any]) -> None:
         if message.get("gone"):
@@ -190,7 +192,7 @@ class Watch:
         if not doing:
             return f"is at {place(self.worker)}"
         group, _, operation, what = doing
-        return f"waits in {group.claim(operation, what)} ({place(self.worker)})"
+        return f"waits in {group.claim(operation, what)} ({place(self.worker, waits=True)})"
 
     def look_for_stuck_ranks(self) -> None:
         fault = fault_of(self.reports)
@@ -199,12 +201,12 @@ class Watch:
 
     def tick(self) -> None:
         now, doing = time.monotonic(), self.doing
-        waited, self.looked = min(now - self.looked, 1.0), now      # a process that was stopped has not waited
+        waited, self.looked = min(now - self.looked, 3 * TICK), now     # a process that was stopped has not waited
         if self.verdict:
             self.speak_for_the_worker(now)
         elif self.faults:
             if len(self.gone | self.states.keys()) == self.size or now - self.judged > self.answer_time():
-                states = {r: "does not answer" for r in range(self.size) if r not in self.gone} | self.states
+                states = {r: DIED if r in self.gone else "does not answer" for r in range(self.size)} | self.states
                 self.judge(min(self.faults), sentence(min(self.faults), states))
         elif doing is None or doing is not self.seen:
             self.seen, self.waited, self.reported = doing, 0.0, False
@@ -228,8 +230,11 @@ class Watch:
             self.reports[self.rank] = Report(dict(self.counts), n, group.group, group.members)
             self.links.send({"kind": "waits", **asdict(self.reports[self.rank])})
             self.look_for_stuck_ranks()
-        if self.waited > self.timeout:
-            late = [m for m in group.members if self.reports.get(m, Report()).counts.get(group.group, 0) < n]
+        late = [m for m in group.members if self.reports.get(m, Report()).counts.get(group.group, 0) < n]
+        ended = [m for m in late if m in self.ended]
+        if self.waited > PATIENCE and ended:            # in unchecked mode ranks do not report that they wait
+            self.learn(Fault(ended[0], "has ended"))
+        elif self.waited > self.timeout:
             what = f"did not come within {self.timeout:g} s"
             self.learn(Fault(late[0], what) if late and group.checked else Fault(-1, f"somebody {what}"))
 

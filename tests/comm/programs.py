@@ -1,4 +1,5 @@
 """Programs in processes of their own, each with a time limit: a time limit is a failure."""
+import fcntl
 import os
 import subprocess
 import time
@@ -17,3 +18,13 @@ def execute(command, **environment):
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, stdin=subprocess.DEVNULL,
                           env=env | environment)
     return done.returncode, done.stdout, done.stderr, time.monotonic() - start
+
+
+def unlocked(path):
+    """Whether the rank that locked this file for its life is gone."""
+    with open(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True

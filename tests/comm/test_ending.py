@@ -150,6 +150,39 @@ if comm.rank == 1:
     assert (code, out.strip()) == (0, "OK"), err
 
 
+@pytest.mark.parametrize("failure, said", (
+    ("raise ValueError('two\\n  lines')", "failed (ValueError: two lines)"), ("sys.exit(256)", "exits with status 256"),
+    ("class Mute(Exception): __str__ = None\n        raise Mute", "failed (Mute)")))
+def test_odd_failures_are_one_line_and_not_a_success(mpirun, program, failure, said):
+    code, _, err, seconds = mpirun(program(BARE, failure))
+    assert code != 0 and seconds < QUICK and f"\nrank 0 ends: rank 1 {said}; rank 0 waits in " in "\n" + err, err
+
+
+def test_without_checks_an_early_end_is_noticed_too(mpirun, program):
+    code, _, err, seconds = mpirun(program(BARE.replace("world()", "world(checked=False)"), "return"))
+    assert code != 0 and seconds < QUICK and "rank 0 ends: rank 1 has ended; rank 0 waits in all_reduce over tp" in err, err
+
+
+STARTING = """
+import time
+from refimpl.comm import mpi_world, world
+from refimpl.comm.launch import launched_rank
+mpi_world.SLOW = 1
+if launched_rank() == 1:
+    def watch_over(raw, timeout):
+        {failure}
+    mpi_world.watch_over = watch_over
+world(timeout=1)
+"""
+
+
+@pytest.mark.parametrize("failure, said", (("raise ValueError('the ' + 'cause')", "ValueError: the cause"),
+                                           ("time.sleep(60)", "not all ranks came to world() within 1 s")))
+def test_a_failure_before_the_watch_stands_ends_all_too(mpirun, program, failure, said):
+    code, _, err, seconds = mpirun(program(STARTING, failure))
+    assert code != 0 and seconds < QUICK and said in err, err
+
+
 @pytest.mark.parametrize("name", FAILURES)
 def test_one_ranks_failure_ends_all_as_threads_with_one_traceback(program, name):
     failure, status, said = FAILURES[name]

@@ -2,7 +2,6 @@
 
 A matrix: what goes wrong, when (faulty.py), and the ranks as threads or under the MPI of this Python.
 """
-import fcntl
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ import pytest
 
 from refimpl.comm.launch import mpirun_command
 
-from .programs import LAUNCHERS
+from .programs import LAUNCHERS, unlocked
 
 PROGRAM = Path(__file__).parent / "faulty.py"
 SOON = 5                                                # seconds after the fault in which all ranks have ended
@@ -145,15 +144,6 @@ def survivors(folder, deadline):
             left.append(path.name)
             os.kill(int(path.read_text()), signal.SIGKILL)
     return left
-
-
-def unlocked(path):
-    with open(path) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True
 
 
 def late(fault):

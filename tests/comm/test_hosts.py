@@ -1,12 +1,11 @@
 """Localises what holds on one machine only: a rank's place on it, the cores it gets, results and common ends across hosts."""
-import fcntl
 import json
 import time
 
 import pytest
 
 from .hosts import KINDS, Hosts
-from .programs import QUICK
+from .programs import QUICK, unlocked
 
 LARGE = 1 << 17                                         # elements: 1 MiB, no longer one packet
 
@@ -83,12 +82,3 @@ def test_a_failure_on_the_second_host_ends_the_ranks_of_both(hosts):
         while not (free := unlocked(hosts.folder / f"lock{rank}")) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert free, f"rank {rank} goes on"
-
-
-def unlocked(path):
-    with open(path) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True
