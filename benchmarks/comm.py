@@ -6,12 +6,13 @@
     order    sums in the order of the ranks beside the library's
     overlap  a transfer of 32 MB behind matrix products: alone, the products alone, and together, with progress() and without
 
-In every round each contender runs in turn, so that a slow moment of the machine hits all; the tables show medians of the
-rounds and quartiles of their ratios.  A time is rank 0's for many calls in a row, divided by their number.
+In every round all contenders run, in an order drawn anew, so that a slow moment of the machine hits all; the tables show
+medians of the rounds and quartiles of their ratios.  A time is rank 0's for many calls in a row, divided by their number.
 """
 import argparse
 import os
 import platform
+import random
 import subprocess
 import sys
 import time
@@ -34,19 +35,16 @@ Table = dict[str, Callable[[], Any]]
 def rounds(comm: MpiComm, contenders: Table, calls: int, n: int) -> dict[str, np.ndarray]:
     """Seconds a call of each contender, float64[n rounds]; the first round is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for k in range(n + 1):
-        for name, call in rotated(list(contenders.items()), k):
+    draw = random.Random(0)                             # the same order on all ranks
+    for _ in range(n + 1):
+        for name in draw.sample(list(contenders), len(contenders)):     # what ran before one varies
+            call = contenders[name]
             comm.raw.Barrier()
             start = time.perf_counter()
             for _ in range(calls):
                 call()
             seconds[name].append((time.perf_counter() - start) / calls)
     return {name: np.array(s[1:]) for name, s in seconds.items()}
-
-
-def rotated(items: list, k: int) -> list:
-    """Each in turn goes first: what the one before left in the cache helps nobody more often."""
-    return items[k % len(items):] + items[:k % len(items)]
 
 
 def calls_for(nbytes: int) -> int:
