@@ -105,6 +105,17 @@ def table_of(x: Array, counts: Any, rank: int, size: int) -> np.ndarray | None:
     return table
 
 
+def route_of(x: Array, pairs: Pairs, sizes: Sequence[int] | None, rank: int, size: int) -> Any:
+    """Of a permutation: this rank's source and target, the sizes, the elements that it sends, and what ranks agree on."""
+    check_array(x)
+    axis_of(x, 0)
+    n = sizes_of(x, 0, sizes, rank, size)
+    targets, sources = check_pairs(pairs if type(pairs) is tuple else tuple(map(tuple, pairs)), size)
+    target, source = targets.get(rank), sources.get(rank)
+    sent = 0 if target is None or target == rank else x.size
+    return source, target, n, sent, lambda: f"{form(x, 0)}, pairs {pairs}, sizes {n}"
+
+
 @lru_cache
 def check_pairs(pairs: Pairs, size: int) -> tuple[dict[int, int], dict[int, int]]:
     """The target of each source, and the source of each target; no rank sends twice or is sent to twice."""

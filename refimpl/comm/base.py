@@ -14,8 +14,8 @@ import numpy as np
 
 from refimpl.array import Array
 from refimpl.autograd import stack
-from refimpl.comm.arguments import (CommError, Pairs, as_dtype, axis_of, check_array, check_pairs, check_rank, check_reduction,
-                                    collective, form, ring_pairs, shares_of, sizes_of, table_of, widened)
+from refimpl.comm.arguments import (CommError, Pairs, as_dtype, axis_of, check_array, check_rank, check_reduction, collective,
+                                    form, ring_pairs, route_of, shares_of, sizes_of, table_of, widened)
 from refimpl.comm.device import fetched, returned
 from refimpl.comm.ledger import Ledger
 from refimpl.comm.transfer import Arrived, Moving, Transfer
@@ -139,7 +139,7 @@ class Comm:
         Shapes: x[n_r, ...] -> y[n_source, ...].  `sizes` are the n_r of all ranks where they are not equal.  No rank
         sends, or is sent to, twice.  All ranks call it.  JAX: `ppermute`
         """
-        source, target, n, sent, what = self.route(x, pairs, sizes)
+        source, target, n, sent, what = route_of(x, pairs, sizes, self.rank, self.size)
         if self.size == 1:
             return None if source is None else x
         return self.run("permute", what, x, source, target, n, payload=sent, wire=sent)
@@ -147,20 +147,10 @@ class Comm:
     @collective
     def start_permute(self, x: Array, pairs: Pairs, sizes: Sequence[int] | None = None) -> Transfer:
         """`permute`, of which the result can be waited for later.  x must not change until then."""
-        source, target, n, sent, what = self.route(x, pairs, sizes)
+        source, target, n, sent, what = route_of(x, pairs, sizes, self.rank, self.size)
         if self.size == 1:
             return Transfer(Arrived(None if source is None else x), fetched(x), self.checked)
         return self.start("permute", what, x, source, target, n, payload=sent, wire=sent)
-
-    def route(self, x: Array, pairs: Pairs, sizes: Sequence[int] | None) -> Any:
-        """Of a permutation: this rank's source and target, the sizes, the elements that it sends, and what ranks agree on."""
-        check_array(x)
-        axis_of(x, 0)
-        n = sizes_of(x, 0, sizes, self.rank, self.size)
-        targets, sources = check_pairs(pairs if type(pairs) is tuple else tuple(map(tuple, pairs)), self.size)
-        target, source = targets.get(self.rank), sources.get(self.rank)
-        sent = 0 if target is None or target == self.rank else x.size
-        return source, target, n, sent, lambda: f"{form(x, 0)}, pairs {pairs}, sizes {n}"
 
     def ring(self, x: Array, shift: int = 1, sizes: Sequence[int] | None = None) -> Array:
         """The x of rank `rank - shift`: every rank sends to rank + shift, round the ring.  Shapes: see `permute`."""
@@ -252,7 +242,6 @@ class Comm:
 
     def _direct(self, operation: str, x: Array, args: tuple) -> Array | None:
         """The same where a backend takes arrays of a device as they are; None where it does not."""
-        return None
 
     def start(self, operation: str, what: Callable[[], str], x: Array, *args: Any, payload: int, wire: int = 0,
               dtype: Any = None) -> Transfer:
