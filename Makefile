@@ -54,8 +54,10 @@ test-serial: $(VENV)/ready-test
 	timeout --kill-after=10 900 $(RUN) -m pytest
 
 test-mpi: $(VENV)/ready-test
+	$(RUN) tests/run_mpi.py 1
 	$(RUN) tests/run_mpi.py 2
 	$(RUN) tests/run_mpi.py 4
+	REFIMPL_CHECKED=0 $(RUN) tests/run_mpi.py 2 tests/comm/test_messages.py tests/models tests/ops/test_registry.py
 
 test-openmpi:
 	$(MAKE) MPI=openmpi test-mpi test-programs
@@ -64,7 +66,7 @@ test-openmpi:
 test-programs: $(VENV)/ready-test
 	timeout --kill-after=10 900 $(RUN) -m pytest -k "not threads and not wrong_number" \
 		tests/comm/test_ending.py tests/comm/test_faults.py tests/comm/test_hosts.py tests/comm/test_launch.py tests/comm/test_switches.py \
-		tests/comm/test_direct.py tests/comm/test_trace_programs.py tests/test_run_mpi.py tests/test_examples.py tests/commands/test_demo.py
+		tests/comm/test_direct.py tests/comm/test_trace_programs.py tests/test_run_mpi.py tests/test_examples.py tests/commands
 
 test-peers:
 	$(MAKE) VENV=$(VENV_peers) peers

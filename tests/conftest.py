@@ -44,9 +44,15 @@ class Ranks:
             wait_for_the_others(verdict)
         else:
             wait_for_the_others("")
-        verdicts = WORLD.gather_objects(verdict)
+        verdicts = WORLD.gather_texts(verdict)
         if any(verdicts):
             pytest.fail("\n".join(f"rank {r}: {v}" for r, v in enumerate(verdicts) if v), pytrace=False)
+
+    def run_mpi(self, fn: Callable[[Comm], object]) -> None:
+        """The same where the ranks are MPI's."""
+        if WORLD is None:
+            pytest.skip("for the ranks of mpirun")
+        self.run(fn)
 
     def meshes(self) -> Iterator[dict[str, int]]:
         """Every dp x tp that these ranks can form."""

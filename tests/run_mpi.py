@@ -45,7 +45,7 @@ def run(arguments: list[str]) -> int:
         else:
             with redirect_stdout(heard):
                 code = int(pytest.main(["-p", "no:cacheprovider", *arguments]))
-    codes = [int(c) for c in comm.gather_objects(str(code))]            # nobody ends before rank 0 has reported
+    codes = [int(c) for c in comm.gather_texts(str(code))]            # nobody ends before rank 0 has reported
     if code and not codes[0]:
         sys.stderr.write(f"rank {comm.rank}:\n{heard.getvalue()}")
         sys.stderr.flush()

@@ -271,7 +271,7 @@ def test_a_missing_f_is_named_on_every_rank(ranks):
         text = str(error.value)
         assert "argument 0, replicated -> per_rank: <dy, J v> is" in text
         assert "cotangent 0 should be equal on all ranks and is not" in text
-        assert comm.gather_objects(text) == [text] * comm.size, "every rank says the same"
+        assert comm.gather_texts(text) == [text] * comm.size, "every rank says the same"
     ranks.run(on_rank)
 
 

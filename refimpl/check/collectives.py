@@ -50,7 +50,7 @@ def check_adjoint(op: Any, comm: Comm, before: Any, after: Any, *arrays: Any, **
                             f"{right:.9g}; they differ by {abs(left - right):.1e}, allowed is {allowed:.1e}")
     if bits != [a.tobytes() for a in filter(is_array, arrays)]:
         problems.append("an argument was written to")
-    said = comm.gather_objects("; ".join(problems))
+    said = comm.gather_texts("; ".join(problems))
     assert not any(said), f"{title(op)} on {comm.size} ranks: " + " | ".join(f"rank {r}: {s}" for r, s in enumerate(said) if s)
     check_residuals(op, *arrays, comm=comm, **static)
 

@@ -1,4 +1,5 @@
-"""Communication: read base.py (the interface), threads.py and mpi.py, then mesh.py, ledger.py and launch.py.
+"""Communication: read base.py (the interface; arguments.py checks what it is given, transfer.py is a collective under way),
+threads.py and mpi.py, then mesh.py, ledger.py and launch.py (with mpi_world.py, library.py, switches.py).
 
 algorithms.py: what a library does inside a collective.  What ends all ranks together: verdict.py (the sentence), watch.py,
 links.py, ending.py.  Arrays of a GPU: device.py, direct.py.  trace.py: the timeline.  paper.py: a mesh that is not running.

@@ -1,6 +1,7 @@
 """What a collective may be given, and how ranks describe to one another what they give."""
 from functools import lru_cache, wraps
-from typing import Any, Callable, Sequence
+from operator import index
+from typing import Any, Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -16,7 +17,7 @@ class CommError(RuntimeError):
 
 
 def collective(method: Callable) -> Any:
-    """A seam in which wrong arguments are an error on every rank, also where a rank's own were right."""
+    """A seam in which wrong arguments are (in checked mode) an error on every rank, also where a rank's own were right."""
     @seam
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -45,6 +46,8 @@ def shares(n: int, parts: int) -> tuple[int, ...]:
 def check_array(x: Array) -> None:
     if type(x) is not np.ndarray and not isinstance(x, (np.ndarray, np.generic)) and xp_of(x) is np:
         raise TypeError(f"takes an array, got {type(x).__name__}: np.asarray a list or a number, give a Tensor's .array")
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError("takes no masked arrays, whose masks would not travel: fill it (.filled(0)) first")
     if x.dtype.kind not in "fiub":
         raise TypeError(f"takes float, integer or bool arrays, got {x.dtype.str}")
     if not x.dtype.isnative:
@@ -59,8 +62,17 @@ def check_reduction(x: Array, how: str = "sum") -> None:
         raise TypeError("MPI neither adds nor compares bool arrays: astype an integer first")
 
 
+def integers(what: str, values: Iterable[Any]) -> tuple[int, ...]:
+    """The values as ints.  Error: TypeError where one is none, such as 0.5: rounding would send something elsewhere."""
+    values = tuple(values)
+    try:
+        return tuple(map(index, values))
+    except TypeError:
+        raise TypeError(f"{what} must be integers, got {', '.join(map(repr, values))}") from None
+
+
 def check_rank(root: int, size: int) -> None:
-    if not 0 <= root < size:
+    if not 0 <= integers("ranks", [root])[0] < size:
         raise ValueError(f"the root {root} is not one of {size} ranks")
 
 
@@ -74,7 +86,7 @@ def sizes_of(x: Array, axis: int, sizes: Sequence[int] | None, rank: int, size: 
     """What each rank holds along `axis`: `sizes`, or as much as this one."""
     if sizes is None:
         return (x.shape[axis],) * size
-    sizes = tuple(map(int, sizes))
+    sizes = integers("sizes", sizes)
     if len(sizes) != size or sizes[rank] != x.shape[axis] or min(sizes) < 0:
         raise ValueError(f"rank {rank} of {size} holds {x.shape[axis]} along axis {axis}, sizes say {sizes}")
     return sizes
@@ -84,7 +96,7 @@ def shares_of(x: Array, axis: int, sizes: Sequence[int] | None, size: int) -> tu
     """What each rank shall get along `axis`: `sizes`, or shares as even as possible."""
     if sizes is None:
         return shares(x.shape[axis], size)
-    sizes = tuple(map(int, sizes))
+    sizes = integers("sizes", sizes)
     if len(sizes) != size or sum(sizes) != x.shape[axis] or min(sizes) < 0:
         raise ValueError(f"the shares {sizes} of {size} ranks do not add up to {x.shape[axis]} along axis {axis}")
     return sizes
@@ -97,7 +109,10 @@ def table_of(x: Array, counts: Any, rank: int, size: int) -> np.ndarray | None:
         if x.shape[0] % size:
             raise ValueError(f"{x.shape[0]} rows are no equal shares for {size} ranks: give counts[source][target]")
         return None
-    table = np.array(counts, np.int64)
+    table = np.array(counts)
+    if table.dtype.kind not in "iu":
+        raise TypeError(f"counts[source][target] are numbers of rows, got {counts}")
+    table = table.astype(np.int64)
     if table.shape != (size, size) or (table < 0).any():
         raise ValueError(f"counts[source][target] of {size} ranks are {size} x {size} numbers of rows, got {counts}")
     if table[rank].sum() != x.shape[0]:
@@ -110,15 +125,16 @@ def route_of(x: Array, pairs: Pairs, sizes: Sequence[int] | None, rank: int, siz
     check_array(x)
     axis_of(x, 0)
     n = sizes_of(x, 0, sizes, rank, size)
-    targets, sources = check_pairs(pairs if type(pairs) is tuple else tuple(map(tuple, pairs)), size)
+    targets, sources = check_pairs(tuple(map(tuple, pairs)), size)
     target, source = targets.get(rank), sources.get(rank)
     sent = 0 if target is None or target == rank else x.size
-    return source, target, n, sent, lambda: f"{form(x, 0)}, pairs {pairs}, sizes {n}"
+    return source, target, n, sent, lambda: f"{form(x, 0)}, pairs {tuple(targets.items())}, sizes {n}"
 
 
 @lru_cache
 def check_pairs(pairs: Pairs, size: int) -> tuple[dict[int, int], dict[int, int]]:
     """The target of each source, and the source of each target; no rank sends twice or is sent to twice."""
+    pairs = tuple((source, target) for source, target in (integers("ranks", pair) for pair in pairs))
     for what, ranks in (("sends", [s for s, _ in pairs]), ("is sent to", [t for _, t in pairs])):
         if len(set(ranks)) < len(ranks):
             twice = next(r for r in ranks if ranks.count(r) > 1)
@@ -128,7 +144,7 @@ def check_pairs(pairs: Pairs, size: int) -> tuple[dict[int, int], dict[int, int]
     return dict(pairs), {target: source for source, target in pairs}
 
 
-@lru_cache
+@lru_cache(typed=True)
 def ring_pairs(shift: int, size: int) -> Pairs:
     """Every rank to the one `shift` further on."""
     return tuple((r, (r + shift) % size) for r in range(size))

@@ -21,6 +21,7 @@ from refimpl.comm.ledger import Ledger
 from refimpl.comm.transfer import Arrived, Moving, Transfer
 
 T = TypeVar("T")
+C = TypeVar("C", bound="Comm")
 
 
 class Comm:
@@ -29,8 +30,8 @@ class Comm:
     checked  ranks agree on what they do before they do it (ThreadComm: always)
     order    "any": sums as the backend likes; "fixed": in the order of the ranks, the same bits under every backend
 
-    Errors, on every rank: TypeError or ValueError where all ranks give the same wrong arguments, CommError where the
-    ranks differ in operation, shape, dtype or other arguments, or where one of them does not come.
+    Errors, on every rank where `checked`: TypeError or ValueError where all ranks give the same wrong arguments, CommError
+    where the ranks differ in operation, shape, dtype or other arguments, or where one of them does not come.
     """
 
     def __init__(self, rank: int, size: int, axes: tuple[str, ...], ledger: Ledger | None = None) -> None:
@@ -38,13 +39,13 @@ class Comm:
         self.checked = True
         self.ledger = ledger if ledger is not None else Ledger()
 
-    def fixed_order(self: T) -> T:
+    def fixed_order(self: C) -> C:
         """The same ranks, whose sums (and whose sub-communicators' sums) are made in the order of the ranks.
 
         Chunks change places (all_to_all), each rank sums its own in rank order, all_gather: as much travels as in a ring.
         """
         comm = copy.copy(self)
-        comm.order = "fixed"                            # type: ignore[attr-defined]
+        comm.order = "fixed"
         return comm
 
     @collective
@@ -173,14 +174,14 @@ class Comm:
         """Move on what `start_...` began, on any communicator of this rank: call it between pieces of a computation."""
 
     def agree(self, claim: str, patience: float | None = None) -> None:
-        """Every rank says what it is about to do, or what it holds: CommError on all ranks where they differ."""
+        """Every rank says what it is about to do, or what it holds: CommError on all, where they differ, if `checked`."""
         if self.size > 1:
             try:
                 self._enter("", lambda: claim, patience)
             finally:
                 self._leave()
 
-    def gather_objects(self, text: str) -> list[str]:
+    def gather_texts(self, text: str) -> list[str]:
         """Every rank's text, on every rank (verdicts, error sentences; travels as bytes)."""
         raw = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
         sizes = self.all_gather(np.array([raw.size]), axis=0).tolist()
@@ -189,14 +190,14 @@ class Comm:
         return [joined[e - n:e].decode("utf-8", "surrogatepass") for e, n in zip(ends, sizes)]
 
     def on_first(self, act: Callable[[], T]) -> T | None:
-        """What `act` gives on rank 0, None on the others.  Where it fails, ValueError with the same sentence on every rank."""
+        """What `act` gives on rank 0, None on the others.  Its OSError or ValueError is the same ValueError on every rank."""
         result, failure = None, ""
         if self.rank == 0:
             try:
                 result = act()
             except (OSError, ValueError) as error:
                 failure = str(error)
-        failure = self.gather_objects(failure)[0]
+        failure = self.gather_texts(failure)[0]
         if failure:
             raise ValueError(failure)
         return result

@@ -167,7 +167,7 @@ def require(comm: Any, local_rank: int, device: str = "cupy") -> None:
 
 def together(comm: Any, failure: str, device: str) -> None:
     """Error: CommError on every rank, where one has a failure."""
-    failures = comm.gather_objects(failure)
+    failures = comm.gather_texts(failure)
     if any(failures):
         raise CommError(f"REFIMPL_CUDA_AWARE=1, but this MPI ({library(load_mpi())}) cannot be handed arrays of {device}: "
                         f"{next(filter(None, failures))}.  {ASK}")

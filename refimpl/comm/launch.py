@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import cache
 from pathlib import Path
 from typing import Any, Callable, NoReturn, Sequence
 
@@ -29,8 +28,8 @@ from refimpl.comm.threads import run_threads
 from refimpl.comm.trace import TraceError, traced
 from refimpl.comm.verdict import Told
 
-SIZES = {"PMI_SIZE": "MPICH's or Intel MPI's mpirun (or srun --mpi=pmi2)", "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
-         "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun"}
+MPICH, OPEN_MPI = "MPICH's or Intel MPI's mpirun (or srun --mpi=pmi2)", "Open MPI's mpirun"
+SIZES = {"PMI_SIZE": MPICH, "OMPI_COMM_WORLD_SIZE": OPEN_MPI, "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun"}
 TASKS = "SLURM_STEP_NUM_TASKS"                          # srun's, which also starts what mpirun starts the ranks with
 RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 DEAF = 'trap "" USR1; "$@"; exit $?'                     # shells to start a rank with, see mpirun_command
@@ -40,9 +39,11 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 
 def launcher() -> tuple[str, int | None] | None:
     """The launcher that started this process and the number of ranks it started (None: it does not say); None without one."""
-    for variable, who in SIZES.items():
-        if os.environ.get(variable, "").isdecimal():
-            return who, int(os.environ[variable])
+    told = {who: int(os.environ[v]) for v, who in SIZES.items() if os.environ.get(v, "").isdecimal()}
+    if len(told) > 1 and OPEN_MPI in told:              # one was started in a rank of the other: which, the library knows
+        told = {who: n for who, n in told.items() if (who == OPEN_MPI) == library(find_mpi()).startswith("Open MPI")}
+    if told:
+        return next(iter(told.items()))
     if "PMIX_RANK" in os.environ:
         return "a PMIx launcher (srun --mpi=pmix, prun)", None
     tasks = os.environ.get(TASKS, "")
@@ -51,7 +52,9 @@ def launcher() -> tuple[str, int | None] | None:
 
 def launched_rank() -> int:
     """This process' rank as the launcher told it, without MPI; 0 without a launcher."""
-    return next((int(os.environ[v]) for v in RANKS if os.environ.get(v, "").isdecimal()), 0) if launcher() else 0
+    found = launcher()
+    names = sorted(RANKS, key=lambda v: v.startswith("OMPI") != (found is not None and found[0] == OPEN_MPI))
+    return next((int(os.environ[v]) for v in names if os.environ.get(v, "").isdecimal()), 0) if found else 0
 
 
 def fail(sentence: str, status: int = 1) -> NoReturn:
@@ -65,15 +68,30 @@ def fail(sentence: str, status: int = 1) -> NoReturn:
     sys.exit(Told(status))
 
 
-@cache
 def world(checked: bool | None = None, timeout: float | None = None) -> Comm:
     """All ranks of this program: MPI's under mpirun, else one.  Made once; sets the BLAS threads of this process.
+
+    From then on a failure of a rank ends all (ending.py), among them `sys.exit` with a status that is not 0: under MPI it
+    ends the process at once, where it could be caught before.
 
     checked  compare what the ranks do before each collective (mpi.py); default: the switch REFIMPL_CHECKED
     timeout  seconds that a rank waits in a collective (mpi_world.py); default: the switch REFIMPL_TIMEOUT
     Error:   CommError, when the launcher started N processes and the MPI library of mpi4py knows of another number, and where
-             the ranks' switches differ; ValueError, where a switch has a value that it does not take
+             the ranks' switches differ; ValueError, where a switch has a value that it does not take, and where the world
+             has been made with other arguments
     """
+    if MADE and (checked, timeout) not in ((None, None), MADE[0][:2]):
+        raise ValueError(f"world() was made before, with checked={MADE[0][0]} and timeout={MADE[0][1]}: the arguments are for "
+                         "the first call")
+    if not MADE:
+        MADE.append((checked, timeout, make_world(checked, timeout)))
+    return MADE[0][2]
+
+
+MADE: list[tuple[bool | None, float | None, Comm]] = []             # the one world, once there is one
+
+
+def make_world(checked: bool | None, timeout: float | None) -> Comm:
     started, settings, failure = launcher(), Settings(), ""
     try:
         settings = read_switches()
@@ -98,7 +116,7 @@ def world(checked: bool | None = None, timeout: float | None = None) -> Comm:
 def require_same_switches(comm: Comm) -> None:
     """Error: CommError on all ranks.  (Open MPI's mpirun gives most variables to the ranks on its own machine only.)"""
     if isinstance(comm, MpiComm):
-        texts = MpiComm(comm.raw, watch=comm.watch).gather_objects(switches_set() or "no switch set")
+        texts = MpiComm(comm.raw, watch=comm.watch).gather_texts(switches_set() or "no switch set")
         for rank, text in enumerate(texts):
             if text != texts[0]:
                 raise CommError(f"rank 0 has {texts[0]}, rank {rank} has {text}: mpirun passes an environment variable on to "
@@ -138,7 +156,7 @@ def launch(main: Callable[[Comm], Any], ranks: Sequence[int] | None = None, argv
     `ranks` gets a sentence.  `--trace FILE` writes a timeline (trace.py).
     """
     script = Path(sys.argv[0]).name
-    parser = argparse.ArgumentParser(prog=script, description=sys.modules[main.__module__].__doc__,
+    parser = argparse.ArgumentParser(prog=script, description=sys.modules["__main__"].__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulate", type=int, metavar="N", help="run N ranks as threads of this process, without MPI")
     parser.add_argument("--trace", metavar="FILE", help="write a timeline of all ranks, to open at ui.perfetto.dev")

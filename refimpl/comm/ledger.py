@@ -1,8 +1,9 @@
 """What travelled: calls, payload elements, bytes and seconds of every collective, by mesh axis and phase.  `print(ledger)`
 
 Counted: the payload, which is what a rank hands to the call (all elements of an all_reduce's or reduce_scatter's input, its
-own share in an all_gather), and the wire elements, those that this package itself sends to another rank: permute and ring,
-and so all of algorithms.py.  Nothing travels on a mesh axis of size 1, and nothing is counted.
+own share in an all_gather; where numbers of 8 or 16 bits are added up, their 32 bits), and the wire elements, those that this
+package itself sends to another rank: permute and ring, and so all of algorithms.py.  Nothing travels on a mesh axis of size 1,
+and nothing is counted.
 
 Measured: the seconds in which a rank could do nothing else, the wait for the other ranks included; of a transfer under way,
 its start and what is left to wait.

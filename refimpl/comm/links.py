@@ -4,22 +4,25 @@ Rank r is connected to ranks r ± 1, r ± 2, r ± 4, ...; a message goes to all 
 seen.  So every rank hears every message, also when some are gone, and 2·log2(size) connections a rank are enough.  The
 kernel closes the connections of a process that dies, however it dies: its neighbours see it at once.
 
-Messages are small JSON objects.  A connection is accepted only from a process that knows the secret of this run.  Where all
-ranks are on one machine, nothing listens on the network.
+Messages are JSON objects.  Both ends of a connection prove that they know the secret of this run, without sending it; whoever
+else calls or answers is left alone.  Where all ranks are on one machine, nothing listens on the network.
 """
 import fcntl
+import hmac
 import json
 import os
+import queue
 import secrets
 import selectors
 import socket
 import struct
 import threading
+import time
 from contextlib import suppress
 from typing import Any, Callable, Iterator
 
-SECRET = 16                                             # bytes
-PATIENCE = 10.0                                         # seconds for the ranks to connect
+SECRET = 16                                             # bytes, of the secret and of a challenge
+CONNECTING = 10.0                                       # seconds for the ranks to connect
 LONGEST = 1 << 20                                       # bytes of one message
 SIOCGIFADDR = 0x8915                                    # Linux: the address of an interface
 Gather = Callable[[bytes], list[bytes]]                 # every rank's bytes, on every rank
@@ -38,9 +41,9 @@ class Links:
         self.peers: dict[socket.socket, int] = {}
         self.received: dict[socket.socket, bytearray] = {}
         self.selector = selectors.DefaultSelector()
-        self.alarm, self.ear = socket.socketpair()      # another thread of this process wakes the one that listens
-        self.ear.setblocking(False)
-        self.selector.register(self.ear, selectors.EVENT_READ)
+        self.alarm, self.woken = socket.socketpair()    # another thread of this process wakes the one that listens
+        self.woken.setblocking(False)
+        self.selector.register(self.woken, selectors.EVENT_READ)
         hosts = [h.decode() for h in gather(host().encode())]
         server, mine = None, ""
         with suppress(OSError):
@@ -49,31 +52,33 @@ class Links:
         told = [t.decode() for t in gather(mine.encode())]
         if server is None or "" in told:
             raise OSError(f"rank {told.index('')} cannot listen for connections")
-        doors = [json.loads(t) for t in told]
+        endpoints = [json.loads(t) for t in told]
         try:
-            self.connect(server, bytes.fromhex(doors[0][0]), [
+            self.connect(server, bytes.fromhex(endpoints[0][0]), [
                 (port, ["127.0.0.1"] if where == hosts[rank] else addresses)
-                for where, (_, port, addresses) in zip(hosts, doors)])
+                for where, (_, port, addresses) in zip(hosts, endpoints)])
         finally:
+            with suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)       # wakes the thread that accepts
             server.close()
         os.register_at_fork(after_in_child=self.close)  # else a child would keep the connections of a dead rank open
 
-    def connect(self, server: socket.socket, secret: bytes, doors: list[tuple[int, list[str]]]) -> None:
+    def connect(self, server: socket.socket, secret: bytes, endpoints: list[tuple[int, list[str]]]) -> None:
+        """Call the ranks above, while a thread answers those below."""
         steps = [1 << k for k in range(self.size.bit_length()) if 1 << k < self.size]
+        awaited, called = {(self.rank - step) % self.size for step in steps}, queue.SimpleQueue[tuple[int, socket.socket]]()
+        threading.Thread(target=answer_calls, args=(server, secret, self.rank, called), daemon=True).start()
         for step in steps:
-            self.add(called(*doors[(self.rank + step) % self.size], secret, self.rank), (self.rank + step) % self.size)
-        server.settimeout(PATIENCE)
-        awaited = {(self.rank - step) % self.size for step in steps}
+            target = (self.rank + step) % self.size
+            self.add(call(*endpoints[target], secret, self.rank, target), target)
+        deadline = time.monotonic() + CONNECTING
         while awaited:
-            connection, _ = server.accept()
-            connection.settimeout(PATIENCE)
-            greeting = exactly(connection, SECRET + 4)
-            if secrets.compare_digest(greeting[:SECRET], secret):
-                rank = struct.unpack("!I", greeting[SECRET:])[0]
-                awaited.discard(rank)
-                self.add(connection, rank)
-            else:
-                connection.close()
+            try:
+                rank, connection = called.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise OSError(f"rank {min(awaited)} did not connect within {CONNECTING:g} s") from None
+            awaited.discard(rank)
+            self.add(connection, rank)
 
     def add(self, connection: socket.socket, rank: int) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -81,7 +86,7 @@ class Links:
         self.selector.register(connection, selectors.EVENT_READ)
 
     def close(self) -> None:
-        for s in (*self.peers, self.ear, self.alarm):
+        for s in (*self.peers, self.woken, self.alarm):
             s.close()
         self.peers.clear()
 
@@ -98,15 +103,18 @@ class Links:
     def pass_on(self, text: bytes, but: socket.socket | None = None) -> None:
         for connection in list(self.peers):
             if connection is not but:
-                with suppress(OSError):                 # it is gone: listen() will tell
+                try:
                     connection.sendall(struct.pack("!I", len(text)) + text)
+                except OSError:                         # it is gone, or does not read: listen() will tell
+                    with suppress(OSError):
+                        connection.shutdown(socket.SHUT_RDWR)
 
     def listen(self, seconds: float) -> Iterator[dict[str, Any]]:
         """What has come within `seconds`, or until somebody wakes us; {"from": r, "gone": True} for a lost connection."""
         for key, _ in self.selector.select(seconds):
-            if key.fileobj is self.ear:
+            if key.fileobj is self.woken:
                 with suppress(OSError):
-                    self.ear.recv(4096)
+                    self.woken.recv(4096)
             elif isinstance(key.fileobj, socket.socket):
                 yield from self.read(key.fileobj)
 
@@ -140,32 +148,66 @@ class Links:
                 yield {"from": rank, "gone": True}
 
 
-def called(port: int, addresses: list[str], secret: bytes, rank: int) -> socket.socket:
-    """A connection to the first of `addresses` that answers."""
+def answer_calls(server: socket.socket, secret: bytes, rank: int, called: Any) -> None:
+    """Put (rank, connection) into the queue `called` for each that knows the secret, until the server is closed."""
+    def answer(connection: socket.socket) -> None:
+        with suppress(OSError):
+            connection.settimeout(CONNECTING)
+            challenge, caller = receive(connection, SECRET), receive(connection, 4)
+            mine = secrets.token_bytes(SECRET)
+            connection.sendall(mine + proof(secret, b"answer", challenge, rank))
+            number = struct.unpack("!I", caller)[0]
+            if hmac.compare_digest(receive(connection, PROOF), proof(secret, b"call", mine, number)):
+                called.put((number, connection))
+                return
+        connection.close()
+
+    with suppress(OSError):
+        while True:                                     # each in a thread of its own: a stranger may call and say nothing
+            threading.Thread(target=answer, args=(server.accept()[0],), daemon=True).start()
+
+
+def call(port: int, addresses: list[str], secret: bytes, rank: int, target: int) -> socket.socket:
+    """A connection to the first of `addresses` where rank `target` answers."""
     error = OSError("no address")
     for address in addresses:
         try:
-            connection = socket.create_connection((address, port), PATIENCE / len(addresses))
-            connection.sendall(secret + struct.pack("!I", rank))
-            connection.settimeout(PATIENCE)
+            connection = socket.create_connection((address, port), CONNECTING / len(addresses))
+            challenge = secrets.token_bytes(SECRET)
+            connection.sendall(challenge + struct.pack("!I", rank))
+            theirs = receive(connection, SECRET)
+            if not hmac.compare_digest(receive(connection, PROOF), proof(secret, b"answer", challenge, target)):
+                connection.close()
+                raise OSError(f"that is not rank {target}")
+            connection.sendall(proof(secret, b"call", theirs, rank))
+            connection.settimeout(CONNECTING)
             return connection
         except OSError as e:
             error = OSError(f"no connection to {address}: {e}")
     raise error
 
 
-def exactly(connection: socket.socket, n: int) -> bytes:
+PROOF = 32                                              # bytes
+
+
+def proof(secret: bytes, direction: bytes, challenge: bytes, rank: int) -> bytes:
+    """What only a rank of this run can say to a challenge; in the other direction it proves nothing."""
+    return hmac.digest(secret, direction + challenge + struct.pack("!I", rank), "sha256")
+
+
+def receive(connection: socket.socket, n: int) -> bytes:
+    """n bytes.  Error: OSError where the connection ends before."""
     data = b""
     while len(data) < n:
         part = connection.recv(n - len(data))
         if not part:
-            break
+            raise OSError("it hangs up")
         data += part
-    return data.ljust(n, b"\0")
+    return data
 
 
 def host() -> str:
-    """The same for two processes exactly if they reach each other on 127.0.0.1: this machine and its network namespace."""
+    """Of two processes that reach each other on 127.0.0.1: the name of this machine, its network namespace and its boot."""
     identity = socket.gethostname()
     with suppress(OSError):
         identity += f" {os.stat('/proc/self/ns/net').st_ino}"

@@ -1,6 +1,6 @@
 """The mesh: the ranks laid out along named axes, and a communicator for each axis or group of axes.
 
-    Mesh(dp=2, tp=2, comm=world)        rank 0 1 2 3   is at   (dp, cp, tp) = (0,0,0) (0,0,1) (1,0,0) (1,0,1)
+    Mesh(dp=2, tp=2, comm=world())       rank 0 1 2 3   is at   (dp, cp, tp) = (0,0,0) (0,0,1) (1,0,0) (1,0,1)
 
 `tp` varies fastest, so tensor-parallel ranks are neighbours.  Axes: dp splits the batch, cp the sequence, tp the layers.
 """

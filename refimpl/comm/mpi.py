@@ -23,6 +23,7 @@ from refimpl.rng import fnv1a64
 
 CLAIM_BYTES = 512                                       # how much of each rank's claim an error shows
 LARGEST = 2**31 - 1                                     # elements of one message: MPI counts in C ints
+ABANDONED: list[Any] = []                               # exchanges that others did not come to: MPI may still write to them
 
 
 class MpiComm(Comm):
@@ -37,6 +38,7 @@ class MpiComm(Comm):
                  watch: Watch | None = None, largest: int = LARGEST) -> None:
         super().__init__(raw.Get_rank(), raw.Get_size(), axes, ledger)
         self.raw, self.MPI, self.checked, self.watch, self.largest = raw, load_mpi(), checked, watch, largest
+        self.patience = math.inf                        # seconds that it waits for the others where there is no watch to tell
         self.direct = False                             # arrays of a device are handed to MPI as they are (direct.py)
         self.subs: dict[Any, MpiComm] = {}              # MPI has a limited number of communicators: none is made twice
         self.under_way: list[Requests] = []             # shared with the sub-communicators
@@ -59,14 +61,19 @@ class MpiComm(Comm):
     def compare(self, claim: str, patience: float | None) -> None:
         mine, hashes = np.array([fnv1a64(claim)], np.uint64), np.empty(self.size, np.uint64)
         request, start = self.raw.Iallgather(mine, hashes), time.monotonic()
-        while not request.Test():                       # the other ranks may need this core, or never come
-            waited = time.monotonic() - start
-            if self.watch:
-                self.watch.require_hope()
-            if patience and waited > patience:
-                raise CommError(f"rank {self.members[self.rank]} waited {patience:g} s for the others: {claim}")
-            if waited > 1e-4:
-                time.sleep(1e-6 if waited < 1e-2 else 1e-4)
+        try:
+            while not request.Test():                   # the other ranks may need this core, or never come
+                waited = time.monotonic() - start
+                if self.watch:
+                    self.watch.require_hope()
+                if waited > (patience or self.patience):
+                    raise CommError(f"rank {self.members[self.rank]} waited {patience or self.patience:g} s for the others: "
+                                    f"{claim}")
+                if waited > 1e-4:
+                    time.sleep(1e-6 if waited < 1e-2 else 1e-4)
+        except BaseException:
+            ABANDONED.append((request, mine, hashes))
+            raise
         if (hashes != hashes[0]).any():                 # on all ranks, or on none
             raw, text = claim.encode(), np.zeros(CLAIM_BYTES, np.uint8)
             if len(raw) > CLAIM_BYTES:                  # they may be the same up to there
@@ -87,7 +94,7 @@ class MpiComm(Comm):
 
     def like(self, raw: Any, axes: tuple[str, ...]) -> "MpiComm":
         comm = MpiComm(raw, axes, self.ledger, self.checked, self.watch, self.largest)
-        comm.under_way, comm.direct = self.under_way, self.direct
+        comm.under_way, comm.direct, comm.patience = self.under_way, self.direct, self.patience
         return comm
 
     def _direct(self, operation: str, x: Array, args: tuple) -> Array | None:
@@ -161,8 +168,8 @@ class MpiComm(Comm):
         mine, theirs = table[self.rank], table[:, self.rank]
         y = np.empty((theirs.sum(), *x.shape[1:]), x.dtype)
         out, into = self.ends(x, mine), self.ends(x, theirs)
-        largest = max(table.sum(axis=0).max(), table.sum(axis=1).max()) * math.prod(x.shape[1:])    # the same on all ranks
-        if largest <= self.largest:
+        longest = max(table.sum(axis=0).max(), table.sum(axis=1).max()) * math.prod(x.shape[1:])    # the same on all ranks
+        if longest <= self.largest:
             self.raw.Alltoallv([x, (np.diff(out), out[:-1])], [y, (np.diff(into), into[:-1])])
             return y
         for step in range(self.size):                   # in pairs: to the rank `step` further on, from the one as far behind
@@ -254,11 +261,13 @@ class Requests:
     def wait(self) -> np.ndarray | None:
         if not self.done:
             comm = self.comm
-            if comm.watch:
-                comm.watch.doing = comm, 0, "the wait for a transfer", str
+            inside = comm.watch and comm.watch.doing    # a collective, which has said what it is
+            if comm.watch and not inside:
+                comm.watch.doing = comm, 0, "a transfer", str
             try:
                 comm.MPI.Request.Waitall(self.requests)
             finally:
-                comm._leave()
+                if not inside:
+                    comm._leave()
             self.test()
         return self.y

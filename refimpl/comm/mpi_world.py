@@ -34,6 +34,8 @@ def mpi_world(checked: bool = True, timeout: float = 300.0) -> MpiComm:
     comm = MpiComm(raw, checked=checked, watch=watch)
     if watch:
         watch.progress = comm.progress
+    else:
+        comm.patience = timeout
     return comm
 
 
@@ -77,5 +79,6 @@ def watch_over(raw: Any, timeout: float) -> Watch | None:
     if links:
         links.close()
     if rank == 0:
-        print(f"refimpl: only the launcher will notice a rank that dies: {next(filter(None, failures))}", file=sys.stderr)
+        print("refimpl: only the launcher will notice a rank that dies, the time-out one that ends early: the ranks are not "
+              f"connected beside MPI ({next(filter(None, failures))})", file=sys.stderr)
     return None

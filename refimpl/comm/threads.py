@@ -15,7 +15,7 @@ from refimpl.comm.arguments import CommError, require_agreement
 from refimpl.comm.base import Comm
 from refimpl.comm.ledger import Ledger
 from refimpl.comm.transfer import Moving
-from refimpl.comm.verdict import Fault, Report, failed, fault_of, place, sentence
+from refimpl.comm.verdict import LATE, Fault, Report, blamed, failed, fault_of, place, sentence
 
 GRACE = 2.0                                             # seconds that the other ranks have to end after a failure
 LOOK = 0.25                                             # seconds between two looks at the clock
@@ -79,9 +79,11 @@ class World:
         if not self.fault:
             self.fault = fault_of(self.reports)
             if not self.fault and time.monotonic() > deadline:
-                self.fault = Fault(absent[0], f"did not come within {self.timeout:g} s")
+                self.fault = Fault(absent[0], f"{LATE} {self.timeout:g} s")
         if self.fault and not self.verdict:
-            self.verdict = sentence(self.fault, {r: self.state(r) for r in range(self.size)})
+            states = {r: self.state(r) for r in range(self.size)}
+            self.fault = blamed(self.fault, states)
+            self.verdict = sentence(self.fault, states)
             self.changed.notify_all()
         if self.verdict:
             raise CommError(self.verdict)
@@ -185,7 +187,7 @@ class Put:
     def wait(self) -> Any:
         comm = self.comm
         return self.result(comm.world.take(self.call, comm.ranks, comm.ranks[comm.rank],
-                                           f"the wait for a transfer over {comm.name}"))
+                                           f"a transfer over {comm.name}"))
 
 
 def combine(parts: list[np.ndarray], how: str) -> np.ndarray:

@@ -133,7 +133,7 @@ class Trace(Clock):
         """Gather all ranks' spans in the file; rank 0 says what it has written.  Error: TraceError on all ranks."""
         lanes = in_lanes(self.flights)
         mine = {"rows": 1 + len(lanes), "spans": len(self.spans), "full": self.full, "ledger": self.ledger.to_dicts()}
-        ranks = [json.loads(text) for text in self.comm.gather_objects(json.dumps(mine))]
+        ranks = [json.loads(text) for text in self.comm.gather_texts(json.dumps(mine))]
         row = 1 + sum(rank["rows"] for rank in ranks[:self.comm.rank])
         text = bytearray(self.head(ranks) if self.comm.rank == 0 else b"")
         for event in self.events(row, lanes):

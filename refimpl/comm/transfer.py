@@ -34,6 +34,7 @@ class Transfer:
     def __init__(self, moving: Moving, sent: np.ndarray, checked: bool, result: Callable[[Any], Array | None] = lambda y: y,
                  spent: Callable[[float], None] | None = None) -> None:
         self.moving, self.sent, self.result, self.spent, self.done = moving, sent, result, spent, False
+        self.changed = False
         self.before = fingerprint(sent) if checked else None
         self.y: Array | None = None
 
@@ -50,9 +51,10 @@ class Transfer:
             self.done = True
             if self.spent:
                 self.spent(time.perf_counter() - start)             # the seconds that were not hidden
-            if self.before is not None and self.before != fingerprint(self.sent):
-                what = f"{self.sent.dtype}{list(self.sent.shape)}"
-                raise CommError(f"an array of {what} was changed while it travelled: wait() first")
+            self.changed = self.before is not None and self.before != fingerprint(self.sent)
+        if self.changed:
+            what = f"{self.sent.dtype}{list(self.sent.shape)}"
+            raise CommError(f"an array of {what} was changed while it travelled: wait() first")
         return self.y
 
 

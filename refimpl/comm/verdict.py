@@ -4,15 +4,17 @@ Each rank knows how many collectives it has begun in each group.  A rank that wa
 has begun fewer and waits elsewhere, or has ended, may be waiting for ever; `stuck` finds out, from what ranks have reported
 at any times: such reports never become untrue.
 """
+import os
 import sys
-import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Iterable
 
-INNER = (*(str(Path(__file__).parents[1] / part) for part in ("comm", "autograd")), threading.__file__)
+INNER = tuple(str(Path(__file__).parents[1] / part) + os.sep for part in ("comm", "autograd"))
+STANDARD = (str(Path(os.__file__).parent) + os.sep, "<frozen")      # Python's own library
 
 DIED = "died: its process is gone"
+LATE = "did not come within"
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,20 @@ def fault_of(reports: dict[int, Report]) -> Fault | None:
     return Fault(min(ended), "has ended") if ended else DEADLOCK if waiting else None
 
 
+def blamed(fault: Fault, states: dict[int, str]) -> Fault:
+    """The fault; of a late rank that waits itself, as its state says now, that of the first rank that does not."""
+    idle = [r for r, state in sorted(states.items()) if not state.startswith("waits")]
+    if fault.what.startswith(LATE) and idle and fault.rank not in idle:
+        return replace(fault, rank=idle[0])
+    return fault
+
+
 def sentence(fault: Fault, states: dict[int, str]) -> str:
-    """`states`: what the other ranks do ("waits in ...")."""
-    rank = f"rank {fault.rank} " if fault.rank >= 0 else ""
+    """`states`: what the ranks do ("waits in ..."); that of the faulty one is told where it is late, else it is the fault."""
+    late = fault.what.startswith(LATE)
+    rank = f"rank {fault.rank} " if fault.rank >= 0 else "somebody " if late else ""
     return "; ".join([f"{rank}{fault.what}", *(f"rank {r} {state}" for r, state in sorted(states.items())
-                                               if r != fault.rank and state)])
+                                               if (r != fault.rank or late) and state)])
 
 
 def failed(rank: int, error: BaseException) -> Fault:
@@ -107,6 +118,10 @@ def place(thread: int | None, waits: bool = False) -> str:
     frame: Any = sys._current_frames().get(thread or 0)
     while waits and frame and frame.f_back and not frame.f_code.co_filename.startswith(INNER):
         frame = frame.f_back                            # (what a collective has called)
-    while frame and frame.f_back and frame.f_code.co_filename.startswith(INNER):
+    while frame and frame.f_back and (frame.f_code.co_filename.startswith(INNER) or is_standard(frame.f_code.co_filename)):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "its end"
+
+
+def is_standard(file: str) -> bool:
+    return file.startswith(STANDARD) and "site-packages" not in file

@@ -5,7 +5,8 @@ ranks that it was connected to (links.py).  The first who knows of a fault tells
 that moment, and from the same answers all make the same sentence (verdict.py): the verdict.  A rank that waits raises it; for
 one that computes, or is blocked inside MPI, its watch says it and ends the process.
 
-From a fault to the end of all ranks: up to ANSWER + GRACE + GOODBYE + FORWARDING = 4.5 seconds, mostly 0.6.
+From a fault to the end of all ranks: up to ANSWER + GRACE + GOODBYE + FORWARDING = 4.5 seconds, mostly 0.6; a little more
+where ranks do not answer, or an abort does not end the others (ending.py).
 """
 import os
 import sys
@@ -19,7 +20,7 @@ from typing import Any, Callable, Protocol
 
 from refimpl.comm.arguments import CommError
 from refimpl.comm.links import Links
-from refimpl.comm.verdict import DEADLOCK, DIED, Fault, Report, fault_of, place, sentence
+from refimpl.comm.verdict import DEADLOCK, DIED, LATE, Fault, Report, blamed, fault_of, place, sentence
 
 TICK = 0.1                                              # seconds between two looks at what this rank does
 PATIENCE = 0.25                                         # seconds of waiting before a rank says that it waits
@@ -28,6 +29,8 @@ STEP = 0.1                                              # seconds between two ra
 GRACE = 1.5                                             # seconds for a rank to come to a collective and raise the verdict
 GOODBYE = 1.5                                           # seconds for all ranks to have said their last
 FORWARDING = 0.5                                        # seconds for the launcher to pass on what a rank said
+FLUSHING = 0.5                                          # seconds for what a rank has printed to leave it
+CLAIM = 500                                             # characters of what a rank says that it waits in
 
 
 class Group(Protocol):
@@ -70,6 +73,7 @@ class Watch:
         self.lock = threading.RLock()                   # of everything that both threads change
         self.thread = threading.Thread(target=self.run, name="watch", daemon=True)
         self.thread.start()
+        os.register_at_fork(after_in_child=self.orphan)
 
     # -- the thread that computes ------------------------------------------------------------------------------
 
@@ -133,6 +137,11 @@ class Watch:
             self.take()
         return self.over
 
+    def orphan(self) -> None:
+        """This process is a child of the rank's: nobody watches over it, and its collectives would be taken for the rank's."""
+        self.lock = threading.RLock()                   # the parent's other thread may have held it
+        self.verdict = f"a child process of rank {self.rank} cannot take part in its collectives"
+
     # -- the thread that listens -------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -192,7 +201,7 @@ class Watch:
         if not doing:
             return f"is at {place(self.worker)}"
         group, _, operation, what = doing
-        return f"waits in {group.claim(operation, what)} ({place(self.worker, waits=True)})"
+        return f"waits in {group.claim(operation, what)[:CLAIM]} ({place(self.worker, waits=True)})"
 
     def look_for_stuck_ranks(self) -> None:
         fault = fault_of(self.reports)
@@ -207,7 +216,8 @@ class Watch:
         elif self.faults:
             if len(self.gone | self.states.keys()) == self.size or now - self.judged > self.answer_time():
                 states = {r: DIED if r in self.gone else "does not answer" for r in range(self.size)} | self.states
-                self.judge(min(self.faults), sentence(min(self.faults), states))
+                fault = blamed(min(self.faults), states)
+                self.judge(fault, sentence(fault, states))
         elif doing is None or doing is not self.seen:
             self.seen, self.waited, self.reported = doing, 0.0, False
         else:
@@ -235,14 +245,14 @@ class Watch:
         if self.waited > PATIENCE and ended:            # in unchecked mode ranks do not report that they wait
             self.learn(Fault(ended[0], "has ended"))
         elif self.waited > self.timeout:
-            what = f"did not come within {self.timeout:g} s"
-            self.learn(Fault(late[0], what) if late and group.checked else Fault(-1, f"somebody {what}"))
+            self.learn(Fault(late[0] if late and group.checked else -1, f"{LATE} {self.timeout:g} s"))
 
     def speak_for_the_worker(self, now: float) -> None:
         """Where the rank itself does not come to say the verdict, for it is computing or blocked inside MPI."""
         grace = 0.0 if self.fault.what == DIED else GRACE           # a death is seen by the launcher too, which may be quick
         if not self.taken and (now - self.judged > grace or self.fault.quiet):
             self.taken = True
+            flush_stdout()
             if not self.fault.quiet:
                 with suppress(OSError, ValueError):                 # it is closed
                     sys.stderr.write(f"rank {self.rank} ends: {self.verdict}\n")
@@ -262,3 +272,14 @@ class Watch:
     def all_said(self) -> bool:
         """All ranks that have answered."""
         return self.states.keys() <= self.said | self.gone
+
+
+def flush_stdout() -> None:
+    """Within a time limit: the thread that computes may be writing, and not come back."""
+    def flush() -> None:
+        with suppress(OSError, ValueError, AttributeError):         # it is closed, or None
+            sys.stdout.flush()
+
+    thread = threading.Thread(target=flush, daemon=True)
+    thread.start()
+    thread.join(FLUSHING)

@@ -109,7 +109,7 @@ def ranks() -> Iterator[Row]:
     except (CommError, ValueError):                     # the same on all ranks
         return
     mine = f"host {platform.node()}, local rank {local_rank(comm)}, {spans(affinity())}, {blas_threads()}"
-    for rank, text in enumerate(comm.gather_objects(mine)):
+    for rank, text in enumerate(comm.gather_texts(mine)):
         yield "ok", f"rank {rank}", text
     if isinstance(comm, MpiComm) and comm.size > 1:
         if comm.watch:

@@ -28,7 +28,7 @@ Reference: Shoeybi et al. 2019 (Megatron-LM), section 3, figure 3.
 """
 from refimpl.array import xp_of
 from refimpl.autograd import op
-from refimpl.comm import shares
+from refimpl.comm.arguments import shares_of, sizes_of
 from refimpl.parallel.layouts import ANYWHERE, moved_cut, rule
 
 
@@ -77,7 +77,7 @@ def gather_from(x, comm=None, axis=-1, sizes=None):
     Reference:  Megatron gather_from_tensor_model_parallel_region
     """
     y = comm.all_gather(x, axis=axis, sizes=sizes).view()
-    sizes = sizes or (x.shape[axis],) * comm.size
+    sizes = sizes_of(x, axis, sizes, comm.rank, comm.size)
 
     def vjp(dy):
         return own_slice(dy, comm, axis, sizes)
@@ -94,7 +94,7 @@ def scatter_to(x, comm=None, axis=-1, sizes=None):
     Residuals:  none
     Reference:  Megatron scatter_to_tensor_model_parallel_region
     """
-    sizes = sizes or shares(x.shape[axis], comm.size)
+    sizes = shares_of(x, axis, sizes, comm.size)
     y = own_slice(x, comm, axis, sizes)
 
     def vjp(dy):
@@ -113,7 +113,7 @@ def all_gather(x, comm=None, axis=-1, sizes=None):
     Reference:  Megatron gather_from_sequence_parallel_region
     """
     y = comm.all_gather(x, axis=axis, sizes=sizes).view()
-    sizes = sizes or (x.shape[axis],) * comm.size
+    sizes = sizes_of(x, axis, sizes, comm.rank, comm.size)
 
     def vjp(dy):
         return comm.reduce_scatter(dy, axis=axis, sizes=sizes)
@@ -130,7 +130,7 @@ def reduce_scatter(x, comm=None, axis=-1, sizes=None):
     Residuals:  none
     Reference:  Megatron reduce_scatter_to_sequence_parallel_region
     """
-    sizes = sizes or shares(x.shape[axis], comm.size)
+    sizes = shares_of(x, axis, sizes, comm.size)
     y = comm.reduce_scatter(x, axis=axis, sizes=sizes).view()
 
     def vjp(dy):
@@ -195,9 +195,6 @@ def as_partial(x, comm=None):
 
 def own_slice(x, comm, axis, sizes):
     """Rank `comm.rank`'s slice of x along `axis`, cut in shares of `sizes`."""
-    if sum(sizes) != x.shape[axis] or len(sizes) != comm.size:
-        raise ValueError(f"the shares {tuple(sizes)} of {comm.size} ranks do not add up to {x.shape[axis]} along axis {axis} "
-                         f"of {x.shape}")
     return cut_in(x, axis, sizes)[comm.rank]
 
 

@@ -16,4 +16,5 @@ def mpirun():
         mpirun_command(2)
     except CommError as error:
         pytest.skip(str(error))
-    return lambda script, *arguments, n=2: execute([*mpirun_command(n), sys.executable, str(script), *arguments])
+    return lambda script, *arguments, n=2, **environment: execute(
+        [*mpirun_command(n), sys.executable, str(script), *arguments], **environment)

@@ -1,5 +1,6 @@
 """Localises wrong numbers, aliased or edited buffers, and silence about wrong use, in the collectives of every backend."""
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -204,16 +205,70 @@ def test_a_transfer_arrives_while_somebody_polls(ranks):
     ranks.run(check)
 
 
-def test_barrier_returns_on_every_rank(ranks):
-    ranks.run(lambda comm: [comm.barrier() for _ in range(3)])
+def test_nobody_leaves_a_barrier_before_all_have_come(ranks, tmp_path_factory):
+    """Each rank leaves a file before it comes; the folder is that of rank 0."""
+    folder = tmp_path_factory.mktemp("barrier")
+
+    def check(comm: Comm):
+        shared = Path(comm.gather_texts(str(folder))[0])
+        for k in range(3):
+            time.sleep(0.003 * ((comm.rank + k) % comm.size))       # each is late once (the barrier is right without it, too)
+            (shared / f"{comm.size} {k} {comm.rank}").touch()
+            comm.barrier()
+            assert len(list(shared.glob(f"{comm.size} {k} *"))) == comm.size
+            comm.barrier()                              # as the folder of the threads is one
+    ranks.run(check)
+
+
+NOT_WHOLE = {
+    "root": lambda c: c.broadcast(np.zeros(2), 0.5), "root of a reduce": lambda c: c.reduce(np.zeros(2), "0"),
+    "shift": lambda c: c.ring(np.zeros(2), 0.5), "pairs": lambda c: c.permute(np.zeros(2), [(0, 0.5)]),
+    "sizes": lambda c: c.all_gather(np.zeros(2), 0, [2.9] * c.size),
+    "shares": lambda c: c.reduce_scatter(np.zeros(2 * c.size), 0, ["2"] * c.size),
+    "counts": lambda c: c.all_to_all(np.zeros(c.size), [[1.9] * c.size] * c.size),
+}
+
+
+@pytest.mark.parametrize("case", NOT_WHOLE)
+def test_half_a_rank_is_refused(ranks, case):
+    """MPI would take 0.5 for 0 on some ranks and fail on others, or bring a message to the wrong call."""
+    require_refusal(ranks, NOT_WHOLE[case], TypeError, "must be integers, got|are numbers of rows, got")
+
+
+def test_integers_of_any_kind_are_the_same(ranks):
+    def check(comm: Comm):
+        kind = (int, np.int64, np.uint8)[comm.rank % 3]
+        x = np.full(2, float(comm.rank))
+        assert (comm.broadcast(x, kind(0)) == 0).all()
+        got = comm.permute(x, [[kind(0), kind(comm.size - 1)]] if comm.rank % 2 else ((kind(0), kind(comm.size - 1)),))
+        assert got is None if comm.rank < comm.size - 1 else (got == 0).all()
+        assert (comm.ring(x, kind(1)) == (comm.rank - 1) % comm.size).all()
+    ranks.run(check)
+
+
+def test_masked_arrays_are_refused(ranks):
+    masked = np.ma.array([1.0, 100.0], mask=[0, 1])
+    require_refusal(ranks, lambda c: c.all_reduce(masked), TypeError, "takes no masked arrays")
+
+
+def test_an_array_that_was_changed_under_way_is_an_error_each_time(ranks):
+    def check(comm: Comm):
+        x = np.zeros(3)
+        transfer = comm.start_ring(x)
+        x[0] = 1
+        for _ in range(2):
+            if comm.size > 1:
+                with pytest.raises(CommError, match="changed while it travelled"):
+                    transfer.wait()
+    ranks.run(check)
 
 
 def test_texts_of_any_length_and_alphabet_are_gathered(ranks):
     texts = ["", "plain", "größer ≥ 大きい 🙂", "\n\0", "\udcff from a file name", "", "x" * 5000, "y"]
 
     def check(comm: Comm):
-        assert comm.gather_objects(texts[comm.rank]) == texts[:comm.size]
-        assert comm.gather_objects("") == [""] * comm.size
+        assert comm.gather_texts(texts[comm.rank]) == texts[:comm.size]
+        assert comm.gather_texts("") == [""] * comm.size
     ranks.run(check)
 
 
@@ -281,7 +336,7 @@ def test_one_rank_gets_its_argument_back():
     x = np.arange(3.0)
     comm = SerialComm()
     assert all(own_call(comm, name, x) is x for name in OPERATIONS)
-    assert comm.gather_objects("é") == ["é"] and comm.ledger.total().calls == 0
+    assert comm.gather_texts("é") == ["é"] and comm.ledger.total().calls == 0
 
 
 WRONG = {
@@ -323,7 +378,7 @@ def require_refusal(ranks, call, kind, sentence, sizes=range(1, 99)):
             return
         with pytest.raises(kind, match=sentence) as caught:
             call(comm)
-        said = comm.gather_objects(str(caught.value))
+        said = comm.gather_texts(str(caught.value))
         assert said == said[:1] * comm.size
         assert comm.all_reduce(np.ones(1)) == comm.size
     ranks.run(check)

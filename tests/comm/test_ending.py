@@ -158,6 +158,68 @@ def test_odd_failures_are_one_line_and_not_a_success(mpirun, program, failure, s
     assert code != 0 and seconds < QUICK and f"\nrank 0 ends: rank 1 {said}; rank 0 waits in " in "\n" + err, err
 
 
+def test_what_was_printed_is_not_lost_where_another_fails(mpirun, program):
+    """Standard output is a pipe, so Python keeps what is printed until somebody flushes it."""
+    busy = "    print('printed')\n    all(iter(lambda: True, False))\n    mesh.tp.all_reduce"
+    text = BARE.replace("    mesh.tp.all_reduce", busy)
+    command = program(text, "time.sleep(0.5)\n        raise ValueError('the ' + 'cause')")
+    code, out, err, _ = mpirun(command, PYTHONUNBUFFERED="")
+    assert code != 0 and "ValueError: the cause" in err and "printed" in out, (out, err)
+
+
+CHILD = """
+import os, sys
+child = os.fork()
+if not child:
+    {failure}
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.parametrize("failure, status, said", (
+    ("sys.exit(0)", 0, ""), ("sys.exit(3)", 3, ""), ("raise ValueError('of the child')", 1, "ValueError: of the child"),
+    ("comm.barrier()", 1, "CommError: a child process of rank 1 cannot take part in its collectives")))
+def test_a_ranks_child_ends_alone(mpirun, program, failure, status, said):
+    """It does not finalize MPI in the rank's place, and does not meet the other ranks."""
+    child = CHILD.format(failure=failure).replace("\n", "\n        ") + f"\n        assert status == {status}, status"
+    code, _, err, seconds = mpirun(program(BARE, child))
+    assert code == 0 and seconds < QUICK and said in err, err
+
+
+def test_a_late_rank_is_named_and_not_those_that_wait_for_it(mpirun, program):
+    """Rank 0 waits for rank 1, and rank 2 for rank 0, which comes later than the others."""
+    code, _, err, seconds = mpirun(program("""
+import time, numpy as np
+from refimpl.comm import Mesh, world
+comm = world(timeout=1)
+mesh = Mesh(dp=2, tp=2, comm=comm)
+time.sleep({failure})
+mesh.tp.all_reduce(np.ones(3))
+mesh.dp.all_reduce(np.ones(3))
+""", "100 if comm.rank == 1 else 0.3 if comm.rank == 0 else 0"), n=4)
+    said = "rank 1 did not come within 1 s; rank 0 waits in all_reduce over tp: sum of float64[3] (program.py:7); " \
+        "rank 1 is at program.py:6; rank 2 waits in all_reduce over dp"
+    assert code != 0 and seconds < QUICK and f"rank 3 ends: {said}" in err and f"rank 0 ends: {said}" in err, err
+
+
+def test_without_connections_the_time_out_ends_all(mpirun, program):
+    text = BARE.replace("comm = world()", """from refimpl.comm import mpi_world
+class Unconnected:
+    def __init__(self, *args):
+        raise OSError("a firewall")
+mpi_world.Links = Unconnected
+comm = world(timeout=1)""")
+    code, _, err, seconds = mpirun(program(text, "sys.exit(0)"))
+    assert code != 0 and seconds < QUICK and "(a firewall)" in err, err
+    assert "rank 0 waited 1 s for the others: all_reduce over tp" in err, err
+
+
+def test_the_world_is_not_made_anew_with_other_arguments(program):
+    text = "from refimpl.comm import world\nassert world() is world() is world(None)\nworld(checked=False)\n"
+    code, _, err, _ = execute([sys.executable, str(program(text))])
+    assert code == 1 and "ValueError: world() was made before, with checked=None" in err, err
+
+
 def test_without_checks_an_early_end_is_noticed_too(mpirun, program):
     code, _, err, seconds = mpirun(program(BARE.replace("world()", "world(checked=False)"), "return"))
     assert code != 0 and seconds < QUICK and "rank 0 ends: rank 1 has ended; rank 0 waits in all_reduce over tp" in err, err

@@ -33,7 +33,7 @@ for n in (4, {large}):
     assert np.array_equal(comm.broadcast(x, root=3), data[3])
 
 node = comm.raw.Split_type(comm.MPI.COMM_TYPE_SHARED)
-found = comm.gather_objects(json.dumps({{
+found = comm.gather_texts(json.dumps({{
     "rank": comm.rank, "node": node.allgather(comm.rank), "local rank": local_rank(comm), "threads": shares,
     "watched": comm.watch is not None, "host": comm.MPI.Get_processor_name()}}))
 if comm.rank == 0:

@@ -87,6 +87,20 @@ def test_a_launcher_that_the_library_cannot_understand_is_known_before_mpi_start
     assert is_foreign(version) == foreign
 
 
+def test_of_two_launchers_that_of_the_library_counts(monkeypatch):
+    """mpirun in a shell that another mpirun, or srun, has started: the outer one's variables are still there."""
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.setenv(name, {"P": "2", "O": "4"}[name[0]] if "SIZE" in name else {"P": "1", "O": "3"}[name[0]])
+    module = sys.modules["refimpl.comm.launch"]
+    monkeypatch.setattr(module, "find_mpi", lambda: None)
+    for version, who, size, rank in (("MPICH Version: 5.0.2", "MPICH's", 2, 1), ("Open MPI v5.0.11", "Open MPI's", 4, 3)):
+        monkeypatch.setattr(module, "library", lambda mpi, version=version: version)
+        found = launcher()
+        assert found and found[0].startswith(who) and found[1] == size and module.launched_rank() == rank
+
+
 def test_a_foreign_launcher_is_a_sentence_and_not_the_librarys_own_end(count, mpirun):
     theirs = {"OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "0", "PMIX_NAMESPACE": "x"}
     ours = {"PMI_SIZE": "4", "PMI_RANK": "0"}

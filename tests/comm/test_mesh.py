@@ -36,7 +36,7 @@ def test_groups_partition_the_ranks_and_differ_along_their_axes_only(ranks, axes
             mine = members(group, comm.rank)
             assert mine[group.rank] == comm.rank and mine == sorted(mine) and group.axes == axes
             assert len(mine) == group.size == np.prod([dims[a] for a in axes])
-            everybodys = {tuple(map(int, text.split())) for text in comm.gather_objects(" ".join(map(str, mine)))}
+            everybodys = {tuple(map(int, text.split())) for text in comm.gather_texts(" ".join(map(str, mine)))}
             assert sorted(r for g in everybodys for r in g) == list(range(comm.size))    # everybody once
             for r in mine:
                 at = dict(zip(AXES, np.unravel_index(r, tuple(dims.values()))))
@@ -67,7 +67,7 @@ def test_a_mesh_of_another_size_is_the_same_sentence_on_every_rank(ranks):
             Mesh(dp=3, tp=7, comm=comm)
         assert str(caught.value) == ("the mesh dp=3,tp=7 needs 21 ranks (dp * cp * tp, each at least 1), "
                                      f"there are {comm.size}")
-        assert len(set(comm.gather_objects(str(caught.value)))) == 1
+        assert len(set(comm.gather_texts(str(caught.value)))) == 1
     ranks.run(check)
 
 

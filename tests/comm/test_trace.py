@@ -36,7 +36,7 @@ def timeline(comm, tmp_path, body, **options):
     with Trace(comm, tmp_path / "out" / "trace.json", **options):
         body()
     assert stack.frames == []
-    return read(comm.gather_objects((tmp_path / "out" / "trace.json").read_text() if comm.rank == 0 else "")[0])
+    return read(comm.gather_texts((tmp_path / "out" / "trace.json").read_text() if comm.rank == 0 else "")[0])
 
 
 def of_rank(rows, r):

@@ -73,7 +73,7 @@ def test_a_cut_for_another_mesh_or_shape_is_the_same_sentence_on_every_rank(rank
         mesh = Mesh(tp=comm.size, comm=comm)
         with pytest.raises(ValueError, match=rf"do not cut axis 0 of an array of shape \(4, 2\) over tp={comm.size}") as caught:
             box(Cut(0, bounds(comm.size)), (4, 2), mesh)
-        assert len(set(comm.gather_objects(str(caught.value)))) == 1
+        assert len(set(comm.gather_texts(str(caught.value)))) == 1
     ranks.run(check)
 
 
