@@ -50,7 +50,7 @@ MOMENTS = {
     "sub": "raise early kill sleep shape order",
     "backward": "raise early kill sleep shape",
     "data": "raise status kill gone",
-    "transfer": "raise kill sleep",
+    "transfer": "raise kill",
     "busy": "raise early kill argument",
     "deaf": "raise kill",
     "end": "raise status kill",
