@@ -3,7 +3,7 @@
     wrapper  each collective, 1 kB to 64 MB a rank, checked mode off, beside the same call of mpi4py.  Both make the array
              that the result goes into (ours always do; `reused` is mpi4py with one that is there already)
     checked  checked mode beside unchecked
-    order    sums in the order of the ranks beside the library's
+    order    sums in a fixed order beside the library's
     overlap  a transfer of 32 MB behind matrix products: alone, the products alone, and together, with progress() and without
 
 In every round all contenders run, in an order drawn anew, so that a slow moment of the machine hits all; the tables show

@@ -81,3 +81,15 @@ def owner(a: Array) -> Array:
     while is_array(a.base):
         a = a.base
     return a
+
+
+def in_pairs(parts: Any) -> Any:
+    """The sum of the parts, added up in pairs, then pairs of pairs: (0+1) + (2+3), and (0+1) + 2.
+
+    Of a power of two of parts, the halves (and quarters ...) are sums of their own, whoever makes them.
+    """
+    parts = list(parts)
+    while len(parts) > 1:
+        left = parts[-1:] if len(parts) % 2 else []
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2])] + left
+    return parts[0]

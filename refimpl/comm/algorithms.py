@@ -18,7 +18,7 @@ the order in which they were added; what has just come is in brackets:
 Bits: a + b is b + a exactly, but (a + b) + c is not a + (b + c).  The ring adds chunk c up once, in the order c+1, c+2 .. c,
 and then copies it: all ranks hold the same bits, but the same numbers in another chunk may have another sum.  In recursive
 doubling every rank adds for itself, a + b where its partner has b + a: the same bits on all ranks again (up to the payload of
-a nan), in the order (0+1) + (2+3).  Both differ from the order of the ranks (`comm.fixed_order()`) on more than two ranks.
+a nan), in the order (0+1) + (2+3): where their number is a power of two, that of `comm.fixed_order()`.  The ring's differs.
 
 Patarasuk, Yuan 2009: "Bandwidth optimal all-reduce algorithms for clusters of workstations".  Thakur, Rabenseifner, Gropp
 2005: "Optimization of collective communication operations in MPICH", which measures which algorithm wins where.

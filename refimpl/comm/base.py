@@ -28,7 +28,7 @@ class Comm:
     """`size` ranks along the mesh axes `axes`; this one is `rank`.
 
     checked  ranks agree on what they do before they do it (ThreadComm: always)
-    order    "any": sums as the backend likes; "fixed": in the order of the ranks, the same bits under every backend
+    order    "any": sums as the backend likes; "fixed": in pairs of neighbours, the same bits under every backend
 
     Errors, on every rank where `checked`: TypeError or ValueError where all ranks give the same wrong arguments, CommError
     where the ranks differ in operation, shape, dtype or other arguments, or where one of them does not come.
@@ -40,9 +40,9 @@ class Comm:
         self.ledger = ledger if ledger is not None else Ledger()
 
     def fixed_order(self: C) -> C:
-        """The same ranks, whose sums (and whose sub-communicators' sums) are made in the order of the ranks.
+        """The same ranks, whose sums (and whose sub-communicators' sums) are made in pairs: (0+1) + (2+3), (0+1) + 2.
 
-        Chunks change places (all_to_all), each rank sums its own in rank order, all_gather: as much travels as in a ring.
+        Chunks change places (all_to_all), each rank sums its own in that order, all_gather: as much travels as in a ring.
         """
         comm = copy.copy(self)
         comm.order = "fixed"
@@ -271,7 +271,7 @@ class Comm:
         details = what()
         if not operation:
             return details
-        in_order = " in rank order" if self.order == "fixed" and "reduce" in operation else ""
+        in_order = " in a fixed order" if self.order == "fixed" and "reduce" in operation else ""
         return f"{operation} over {self.name}{': ' if details else ''}{details}{in_order}"
 
     def _leave(self) -> None:

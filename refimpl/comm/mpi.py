@@ -219,7 +219,7 @@ class MpiComm(Comm):
     # -- inside ------------------------------------------------------------------------------------------------
 
     def sum_in_order(self, x: np.ndarray, sizes: tuple[int, ...], how: str) -> np.ndarray:
-        """This rank's share of the sum of all ranks' x, added up in the order of the ranks."""
+        """This rank's share of the sum of all ranks' x, added up in pairs of neighbours."""
         parts = self._all_to_all(x, np.tile(np.array(sizes, np.int64), (self.size, 1)))
         return combine(list(parts.reshape(self.size, sizes[self.rank], *x.shape[1:])), how)
 

@@ -2,7 +2,7 @@
 
 `run_threads(4, fn)` calls `fn(comm)` on four threads.  As strict as MPI: messages are copied, ranks that call different
 collectives, or with different shapes, all get the same error; a rank that raises or returns early ends all of them.  Sums are
-made in the order of the ranks: the same bits in every run.
+made in pairs of neighbours: the same bits in every run.
 """
 import threading
 import time
@@ -11,6 +11,7 @@ from typing import Any, Callable
 
 import numpy as np
 
+from refimpl.array import in_pairs
 from refimpl.comm.arguments import CommError, require_agreement
 from refimpl.comm.base import Comm
 from refimpl.comm.ledger import Ledger
@@ -191,10 +192,12 @@ class Put:
 
 
 def combine(parts: list[np.ndarray], how: str) -> np.ndarray:
-    """The sum or maximum of the parts, in the order of the ranks."""
+    """The sum or maximum of the parts: neighbours in pairs, then pairs of pairs."""
+    if how == "sum":
+        return in_pairs(parts)
     total = parts[0].copy()
     for part in parts[1:]:
-        (np.add if how == "sum" else np.maximum)(total, part, out=total)
+        np.maximum(total, part, out=total)
     return total
 
 
