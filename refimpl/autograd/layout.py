@@ -84,19 +84,22 @@ def require(op_name: str, tensors: list[Any], varies: frozenset[str]) -> None:
                               f"first (f), else its gradient misses the other ranks' contributions")
 
 
-def carried_cut(op: Any, tensors: list[Any], static: dict[str, Any], y: Any) -> dict[str, int]:
-    """Along which axis of y the mesh axes cut it, as far as the inputs' cuts tell: where an input's axis and all behind it
-    come out with the same sizes, it is the same axis.  An op that works along a cut axis is an error: a rank has a part only.
-    """
-    cut: dict[str, int] = {}
+def require_whole(op: Any, tensors: list[Any], static: dict[str, Any]) -> None:
+    """Error: LayoutError for an op that works along a cut axis, of which each rank has a part only."""
     for number, t in enumerate(tensors):
-        if not t.cut:
-            continue
-        along = op.along(static, t.array.ndim, number) if op.along else ()
         for mesh_axis, k in t.cut.items():
-            if k in along:
+            if k in op.along(static, t.array.ndim, number):
                 raise LayoutError(f"{op.name} works along axis {k} of {describe(t)}, which is cut over {mesh_axis}: each rank "
                                   f"would see its own part only; gather_from it first")
+
+
+def carried_cut(op: Any, tensors: list[Any], static: dict[str, Any], y: Any) -> dict[str, int]:
+    """Along which axis of y the mesh axes cut it, as far as the inputs' cuts tell: where an input's axis and all behind it
+    come out with the same sizes, it is the same axis.
+    """
+    cut: dict[str, int] = {}
+    for t in tensors:
+        for mesh_axis, k in t.cut.items():
             from_end = k - t.array.ndim
             if y.ndim >= -from_end and y.shape[from_end:] == t.array.shape[from_end:]:
                 add_cut(op.name, cut, mesh_axis, y.ndim + from_end)

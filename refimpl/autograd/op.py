@@ -14,7 +14,7 @@ from functools import partial, wraps
 from typing import Any, Callable, Iterator
 
 from refimpl.array import freeze
-from refimpl.autograd.layout import Layout, LayoutError, carried_cut, join, names
+from refimpl.autograd.layout import Layout, LayoutError, carried_cut, join, names, require_whole
 from refimpl.autograd.tensor import Params, Tensor
 
 
@@ -114,6 +114,8 @@ class Op:
         if layout.partial and self.linearity == "joint" and any(type(a) is not Tensor for a in args[self.values]):
             raise LayoutError(f"{self.name} of a value that is partial over {names(layout.partial)} and a plain array: the "
                               f"latter would be counted once per rank; reduce_from before the {self.name}")
+        if self.along and any(t.cut for t in tensors):
+            require_whole(self, tensors, static)
         scope, weight = stack.scope, None
         if self.named_by is not None:
             weight = getattr(args[self.named_by], "name", None)

@@ -96,6 +96,12 @@ class Params(Mapping[str, Tensor]):
             raise KeyError(f"no parameter {full!r}; under {self.prefix!r} there are: {', '.join(self) or 'none'}")
         return self.tensors[full]
 
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.tensors.get(self.full(name), default)
+
+    def __contains__(self, name: object) -> bool:
+        return self.full(str(name)) in self.tensors
+
     def __iter__(self) -> Iterator[str]:
         skip = len(self.prefix) + 1 if self.prefix else 0
         return (name[skip:] for name in self.tensors if not skip or name.startswith(self.prefix + "."))

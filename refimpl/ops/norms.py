@@ -7,26 +7,28 @@ from refimpl.ops.linear import column_dot, column_sum, row_dot
 
 
 @op(along=last_axis)
-def layer_norm(x, g, b, eps=1e-5):
+def layer_norm(x, g, b=None, eps=1e-5):
     """Layer normalisation over the last axis.
 
     Equation:   xhat = (x - μ) / √(σ² + eps);  y = g·xhat + b   (σ² is the biased variance)
-    Shapes:     x[..., D], g[D], b[D] -> y[..., D]
+    Shapes:     x[..., D], g[D], b[D] or None -> y[..., D]
     VJP:        dx = r·(dxhat - mean(dxhat) - xhat·mean(dxhat·xhat)),  dxhat = g·dy,  r = 1/√(σ² + eps)
                 dg = Σ xhat·dy;  db = Σ dy, over all leading axes
     Residuals:  xhat, r, g
     Reference:  Ba, Kiros, Hinton 2016, eq. 4.  HF GPT-2 `ln_1`, Megatron `FusedLayerNorm`
     """
     D = x.shape[-1] if x.ndim else 0
-    if g.shape != (D,) or b.shape != (D,) or D == 0:
+    if g.shape != (D,) or (b is not None and b.shape != (D,)) or D == 0:
         raise ValueError(f"layer_norm: x{list(x.shape)} needs g and b of shape [{D}], D > 0; got g{list(g.shape)}, "
-                         f"b{list(b.shape)}")
+                         f"b{'None' if b is None else list(b.shape)}")
     check_eps("layer_norm", eps)
     xhat = x - x.mean(axis=-1, keepdims=True)
     r = 1 / xp_of(x).sqrt(row_dot(xhat, xhat) / D + float(eps))
     xhat *= r
     y = g * xhat
-    y += b
+    if b is not None:
+        y += b
+    biased = b is not None
 
     def vjp(dy):
         dx = g * dy                                     # dxhat
@@ -34,7 +36,7 @@ def layer_norm(x, g, b, eps=1e-5):
         dx -= dx.mean(axis=-1, keepdims=True)
         dx -= xhat * along
         dx *= r
-        return dx, column_dot(xhat, dy), column_sum(dy)
+        return dx, column_dot(xhat, dy), column_sum(dy) if biased else None
     return y, vjp
 
 

@@ -12,13 +12,15 @@ def reshaped_cut(args, static, y):
     """Axes are joined and split in groups of equal size.  A cut of a group's outermost axis stays with the outermost one:
     columns cut between heads become heads that are cut.  A cut further in is scattered, and no longer known."""
     x = args[0]
-    if type(x) is not Tensor or not x.array.size:
+    if type(x) is not Tensor:
         return {}
     cut, i, j, old, new = {}, 0, 0, x.array.shape, y.shape
     while i < len(old) and j < len(new):
         first, onto, m, n = i, j, old[i], new[j]
         i, j = i + 1, j + 1
         while m != n:
+            if (i if m < n else j) == len(old if m < n else new):
+                return {}                               # an axis of size 0 tells nothing of how the others are grouped
             if m < n:
                 m, i = m * old[i], i + 1
             else:
