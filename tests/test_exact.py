@@ -10,7 +10,7 @@ import pytest
 
 import refimpl.parallel  # noqa: F401 (registers the collectives)
 from refimpl.autograd import REGISTRY
-from refimpl.cases import COLLECTIVES, EXACT
+from refimpl.cases import COLLECTIVES, EXACT, VOCABULARY
 from refimpl.cases.collectives import every_split
 from refimpl.cases.exact import UNIT, dyadic_array
 from refimpl.check.tools import cast, evaluate, floats, is_float, pull
@@ -44,7 +44,7 @@ def inner(a, b):
 
 
 def test_every_linear_op_is_here():
-    pure = {name for name, op in REGISTRY.items() if op.linearity and name not in COLLECTIVES}
+    pure = {name for name, op in REGISTRY.items() if op.linearity and name not in {**COLLECTIVES, **VOCABULARY}}
     assert pure - ROUNDS <= set(EXACT)
 
 
@@ -100,12 +100,13 @@ BY_INTEGERS = {
     "where": lambda c, a, b: np.where(c, a, b), "max": lambda x, axis: x.max(axis=axis),
     "relu": lambda x: np.where(x > 0, x, 0),
     "linear": lambda x, w, b=0: x @ w + 8 * b,          # a product is in units of 2^-6
+    "column_parallel_linear": lambda x, w, b, pieces: x @ w + 8 * b, "row_parallel_linear": lambda x, w, pieces: x @ w,
     "matmul": lambda a, b: a @ b, "einsum": contracted, "depthwise_conv": convolved,
     "embedding": lambda w, ids: w[ids], "gather": lambda x, ids: x[ids], "scatter_add": lambda x, ids, n: added_at(n, ids, x),
     "repeat": lambda x, times, axis: np.concatenate([x] * times, axis=axis).reshape(2, times, 3, 5).swapaxes(1, 2).reshape(
         2, 3 * times, 5),
 }
-PRODUCTS = ("mul", "linear", "matmul", "einsum", "depthwise_conv")
+PRODUCTS = ("mul", "linear", "column_parallel_linear", "row_parallel_linear", "matmul", "einsum", "depthwise_conv")
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -249,7 +250,7 @@ def test_a_collective_gives_the_same_bits_in_every_memory_order_and_dtype(ranks,
     def on_rank(comm):
         differences, op = [], REGISTRY[name]
         for case in COLLECTIVES[name]:
-            drawn, static = case.arguments(comm, "float64")
+            (drawn,), static = case.arguments(comm, "float64")
             x = np.floor(drawn * 32) * UNIT
             y, difference = imbalance(op, comm, case.before, case.after, x, static)
             differences.append(difference)

@@ -2,6 +2,7 @@
 
     CASES["layer_norm"]         cases of an op: its positional arrays and its static arguments
     COLLECTIVES["copy_to"]      cases of a collective: layouts before and after, the global shape, how it is cut
+    VOCABULARY["..."]           the same for what works on a cut vocabulary: the second argument are ids
     EDGES, edge_cases("max")    the edge library: arrays that break things, and each op called on them (edges.py)
     EXACT["matmul"]             dyadic inputs, on which a linear op rounds nothing (exact.py)
     unchecked()                 registered ops of this package that have neither; a test wants it empty
@@ -10,7 +11,7 @@ Values are rng.py's hash of "op/case/argument", so any language can make them wi
 sizes, sizes 0 and 1, and the values that break it: equal and huge logits, rows without a key, ignored targets, repeated ids.
 """
 from refimpl.autograd import REGISTRY
-from refimpl.cases.collectives import COLLECTIVES, Collective
+from refimpl.cases.collectives import COLLECTIVES, VOCABULARY, Collective
 from refimpl.cases.edges import EDGES, edge_cases
 from refimpl.cases.exact import EXACT
 from refimpl.cases.makers import Case
@@ -19,8 +20,9 @@ from refimpl.cases.ops import CASES
 
 def unchecked() -> list[str]:
     """Registered ops of this package without a case.  Import all its modules first."""
+    on_ranks = {**COLLECTIVES, **VOCABULARY}
     return sorted(name for name, op in REGISTRY.items() if op.__module__.partition(".")[0] == "refimpl"
-                  and not (COLLECTIVES if op.collective else {**CASES, **COLLECTIVES}).get(name))
+                  and not (on_ranks if op.collective else {**CASES, **on_ranks}).get(name))
 
 
-__all__ = ["CASES", "COLLECTIVES", "Case", "Collective", "EDGES", "EXACT", "edge_cases", "unchecked"]
+__all__ = ["CASES", "COLLECTIVES", "Case", "Collective", "EDGES", "EXACT", "VOCABULARY", "edge_cases", "unchecked"]

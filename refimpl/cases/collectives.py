@@ -20,17 +20,19 @@ class Collective:
     """A collective's input.
 
     before, after  the layouts, as check_adjoint takes them
+    ids            a second argument, integers that all ranks have in common
     """
     name: str
-    before: str
-    after: str
+    before: Any
+    after: Any
     held: Held
+    ids: np.ndarray | None = None
 
-    def arguments(self, comm: Comm, dtype: str) -> tuple[np.ndarray, dict[str, Any]]:
-        """This rank's x and the static arguments besides comm."""
+    def arguments(self, comm: Comm, dtype: str) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
+        """This rank's arrays and the static arguments besides comm."""
         shape, static = self.held(comm.size, comm.rank)
         name = self.name if self.before == "replicated" else f"{self.name}/{comm.rank}"
-        return draw(name, shape).astype(dtype), static
+        return (draw(name, shape).astype(dtype), *([] if self.ids is None else [self.ids])), static
 
 
 def uneven(size: int) -> Shape:
@@ -164,7 +166,28 @@ def round_the_ring() -> list[Collective]:
           for (name, split), shift in zip(SPLITS.items(), (1, -1, 2, 1, -3, 1, 1), strict=True))])
 
 
-COLLECTIVES = {
+# -- the vocabulary -----------------------------------------------------------------------------------------------------
+
+def vocabulary(after: Any, ids: np.ndarray, shape: Callable[[int], Shape], names: dict[str, dict[str, Any]]
+               ) -> list[Collective]:
+    """Rows or columns of 11 words (of which some ranks have more than others, or, padded to 32, none), for each of `names`."""
+    def held(n_rows: int, static: dict[str, Any]) -> Held:
+        return lambda size, rank: (shape(shares(n_rows, size)[rank]), {"n_words": 11, "n_rows": n_rows, **static})
+    return [Collective(f"{name}, {n_rows} rows", ("shard", None), after, held(n_rows, static), ids)
+            for name, static in names.items() for n_rows in (11, 32)]
+
+
+IDS = np.array([[0, 10, 5, 5], [7, 3, 10, 0]])
+IGNORED = np.array([[0, -100, 5, 5], [-100, 3, 10, 0]])
+
+VOCABULARY = {
+    "vocab_parallel_embedding": vocabulary("partial", IDS, lambda n: (n, 3), {"ids": {}}),
+    "vocab_parallel_cross_entropy": vocabulary(("replicated", None), IDS, lambda n: (2, 4, n), {"all count": {}}) + vocabulary(
+        ("replicated", None), IGNORED, lambda n: (2, 4, n), {
+            "some ignored": {}, "smoothing": {"smoothing": 0.1}, "z-loss": {"z_loss": 0.1},
+            "smoothing over others": {"smoothing": 0.1, "smoothing_over": "others", "z_loss": 0.01}}),
+}
+COLLECTIVES = {                                         # of these, every one only moves and adds up what it is given
     "copy_to": uncut("replicated", "per_rank"),
     "reduce_from": uncut("partial", "replicated"),
     "as_partial": uncut("per_rank", "partial"),

@@ -39,6 +39,8 @@ TABLE = {
     "cumsum": [case("long", dyadic(3, 101)), case("first axis", dyadic(101, 3), axis=0)],
     "relu": [case("matrix", dyadic(11, 13))],
     "linear": [case("bias", dyadic(2, 11, 13), dyadic(13, 7), dyadic(7)), case("long", dyadic(3, 257), dyadic(257, 5))],
+    "column_parallel_linear": [case("pieces", dyadic(2, 11, 13), dyadic(13, 8), dyadic(8), pieces=4)],
+    "row_parallel_linear": [case("pieces", dyadic(2, 11, 12), dyadic(12, 7), pieces=4)],
     "matmul": [case("batch", dyadic(2, 7, 101), dyadic(2, 101, 5)), case("b repeated", dyadic(3, 5, 7), dyadic(7, 2))],
     "einsum": [
         case("scores", dyadic(2, 3, 5, 11), dyadic(2, 3, 7, 11), spec="bhtk,bhsk->bhts"),

@@ -72,6 +72,15 @@ TABLE = {
         case("no outputs", uniform(2, 3), uniform(3, 0), uniform(0)),
         case("ones", uniform(1, 1), uniform(1, 1), uniform(1)),
         case("primes", uniform(11, 13), uniform(13, 17), uniform(17))],
+    "column_parallel_linear": [
+        case("bias", uniform(2, 3, 5), uniform(5, 8), uniform(8)), case("no bias", uniform(3, 5), uniform(5, 7)),
+        case("four pieces", uniform(2, 3, 5), uniform(5, 8), uniform(8), pieces=4),
+        case("no rows", uniform(2, 0, 5), uniform(5, 3), uniform(3)), case("vector", uniform(5), uniform(5, 6), pieces=2),
+        case("no outputs", uniform(2, 3), uniform(3, 0), uniform(0), pieces=2)],
+    "row_parallel_linear": [
+        case("one piece", uniform(2, 3, 5), uniform(5, 7)), case("three pieces", uniform(3, 6), uniform(6, 5), pieces=3),
+        case("four pieces", uniform(2, 3, 8), uniform(8, 5), pieces=4), case("no inputs", uniform(2, 0), uniform(0, 3)),
+        case("no rows", uniform(0, 4), uniform(4, 3), pieces=2), case("vector", uniform(4), uniform(4, 3), pieces=4)],
     "matmul": [
         case("matrix", uniform(3, 5), uniform(5, 7)), case("batch", uniform(2, 3, 5), uniform(2, 5, 7)),
         case("b repeated", uniform(2, 3, 5), uniform(5, 7)), case("both repeated", uniform(2, 1, 3, 5), uniform(3, 5, 2)),
@@ -142,6 +151,7 @@ TABLE = {
         case("heads", uniform(2, 2, 3, 5), times=2, axis=1), case("last axis", uniform(3, 5), times=3),
         case("once", uniform(3, 5)), case("never", uniform(3, 5), times=0), case("first axis", uniform(3), times=2, axis=0)],
     "layer_norm": [
+        case("no bias", uniform(2, 3, 5), uniform(5)), case("bias None", uniform(3, 5), uniform(5), None),
         case("matrix", uniform(2, 3, 5), uniform(5), uniform(5)), case("vector", uniform(7), uniform(7), uniform(7)),
         case("one channel", uniform(3, 1), uniform(1), uniform(1)), case("two", uniform(3, 2), uniform(2), uniform(2)),
         case("no rows", uniform(0, 3), uniform(3), uniform(3)), case("primes", uniform(11, 13), uniform(13), uniform(13)),

@@ -65,6 +65,9 @@ def linear_layout(args, static):
     if b is not None and summed | layout.partial:
         raise LayoutError(f"linear: the product with {name} is partial over {names(summed | layout.partial)}; its bias would "
                           f"be added once per rank: add it after reduce_from")
+    if type(b) is Tensor and frozenset(getattr(w, "cut", {})) - frozenset(b.cut):
+        raise LayoutError(f"linear: {name} is cut by columns over {names(frozenset(w.cut) - frozenset(b.cut))}, its bias is "
+                          f"not: each rank needs those of its own columns")
     if not summed:
         return layout
     if type(x) is Tensor and not summed <= x.varies:
@@ -90,12 +93,7 @@ def linear(x, w, b=None):
     Residuals:  x, w
     Reference:  Megatron ColumnParallelLinear / RowParallelLinear hold parts of w (theirs is stored transposed); HF GPT-2 Conv1D
     """
-    if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0] or (b is not None and b.shape != w.shape[1:]):
-        bias = "None" if b is None else list(b.shape)
-        raise ValueError(f"linear: x{list(x.shape)}, w{list(w.shape)}, b{bias}: x's last axis must equal w's first, b's only "
-                         f"axis w's second")
-    D, F = w.shape
-    N = math.prod(x.shape[:-1])                         # all leading axes; -1 would not do for D = 0
+    N, D, F = sizes("linear", x, w, b)
     y = product(x.reshape(N, D), w)                     # (N, F)
     if b is not None:
         y += b
@@ -108,3 +106,12 @@ def linear(x, w, b=None):
         dw = product(x.reshape(N, D).T, dy2)
         return dx, dw, column_sum(dy2) if biased else None
     return y, vjp
+
+
+def sizes(op_name, x, w, b=None):
+    """N rows (all leading axes of x together), D inputs, F outputs.  Error: ValueError where the shapes do not fit."""
+    if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0] or (b is not None and b.shape != w.shape[1:]):
+        bias = "None" if b is None else list(b.shape)
+        raise ValueError(f"{op_name}: x{list(x.shape)}, w{list(w.shape)}, b{bias}: x's last axis must equal w's first, b's "
+                         f"only axis w's second")
+    return math.prod(x.shape[:-1]), *w.shape            # -1 would not do for D = 0

@@ -1,10 +1,9 @@
 """cross_entropy as (sum, count): the caller divides once, by the count of the whole batch (the token rule)."""
 import math
 
-from refimpl.array import xp_of
+from refimpl.array import in_pairs, xp_of
 from refimpl.autograd import op
 from refimpl.autograd.layout import last_axis
-from refimpl.ops.activations import softmax_parts
 
 IGNORE = -100
 SMOOTHING_OVER = ("all", "others")
@@ -21,29 +20,52 @@ def cross_entropy(logits, targets, ignore_index=IGNORE, smoothing=0.0, smoothing
     Equation:   y = Σ (lse - Σ_v t_v·logits_v + z·lse²),  count = number of targets ≠ ignore_index,  z the z-loss coefficient
     Shapes:     logits[..., V], targets int[...] -> y[], count int[]
     VJP:        dlogits = dy·((1 + 2·z·lse)·softmax(logits) - t), 0 in rows that are ignored
-    Residuals:  p, rows, columns, lse
+    Residuals:  p, rows, at, columns, lse
     Reference:  Goodfellow et al. 2016, section 6.2.2; z-loss: Chowdhery et al. 2022 (PaLM), section 5
     """
-    V = logits.shape[-1] if logits.ndim else 0
+    return cross_entropy_sum(logits, targets, logits.shape[-1] if logits.ndim else 0, ignore_index=ignore_index,
+                             smoothing=smoothing, smoothing_over=smoothing_over, z_loss=z_loss)
+
+
+def cross_entropy_sum(logits, targets, V, first=0, all_reduce=None, pieces=1, ignore_index=IGNORE, smoothing=0.0,
+                      smoothing_over="all", z_loss=0.0):
+    """`cross_entropy` of logits[..., V/tp], the columns from `first` on of V, which other ranks have the rest of.
+
+    all_reduce(x, how)  the sum or maximum over these ranks; None where all columns are here
+    pieces              sums over columns are made of so many equal parts, added up in pairs
+    """
     check(logits, targets, V, smoothing, smoothing_over, z_loss)
     xp = xp_of(logits)
-    flat, ids = logits.reshape(-1, V), targets.reshape(-1)
+    here = max(0, min(logits.shape[-1], V - first))     # columns behind V are padding
+    flat, ids = logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])[:, :here], targets.reshape(-1)
     rows = xp_of(ids).flatnonzero(ids != ignore_index)  # targets may lie on the host: they are checked where they are
     columns = ids[rows]
     if rows.size and not (0 <= int(columns.min()) and int(columns.max()) < V):
         raise ValueError(f"cross_entropy: targets must be in [0, {V}) or {ignore_index}, got {int(columns.min())} to "
                          f"{int(columns.max())}")
-    rows, columns = xp.asarray(rows), xp.asarray(columns)
+    at = xp_of(ids).flatnonzero((columns >= first) & (columns < first + here))      # of the rows that count: target here
+    rows, at, columns = xp.asarray(rows), xp.asarray(at), xp.asarray(columns[at] - first)
     z_loss = float(z_loss)
     low, high = spread(float(smoothing), smoothing_over, V)
     whole = rows.size == ids.size
-    flat = flat if whole else flat[rows]                # (n, V), the rows that count: nothing in the others matters
-    p, m, log_total = softmax_parts(flat)
-    lse = (m + log_total)[:, 0]
-    # Σ t = 1, so lse - Σ t·logits = ln Σ - Σ t·(logits - m), which does not subtract two large numbers
-    y = (log_total - (high - low) * (flat[xp.arange(rows.size), columns][:, None] - m)).sum()
+    flat = flat if whole else flat[rows]                # (n, V/tp), the rows that count: nothing in the others matters
+    m = row_max(flat, all_reduce)
+    x = flat - m
+    sums = xp.zeros((2 + bool(low), rows.size), x.dtype)            # of e^x, of x at the target, of x
+    sums[1][at] = x[at, columns]
     if low:
-        y = y - low * (flat - m).sum()
+        sums[2] = row_sum(x, pieces, logits.shape[-1])
+    p = xp.exp(x, out=x)
+    sums[0] = row_sum(p, pieces, logits.shape[-1])
+    sums = all_reduce(sums, "sum") if all_reduce else sums
+    total = xp.where(sums[0] == 0, xp.ones_like(sums[0]), sums[0])
+    p /= total[:, None]
+    log_total = xp.log(total)
+    lse = m[:, 0] + log_total
+    # Σ t = 1, so lse - Σ t·logits = ln Σ - Σ t·(logits - m), which does not subtract two large numbers
+    y = (log_total - (high - low) * sums[1]).sum()
+    if low:
+        y = y - low * sums[2].sum()
     if z_loss:
         y = y + z_loss * (lse * lse).sum()
     shape = logits.shape
@@ -52,14 +74,31 @@ def cross_entropy(logits, targets, ignore_index=IGNORE, smoothing=0.0, smoothing
         d = p * (1 + 2 * z_loss * lse)[:, None] if z_loss else p * 1
         if low:
             d -= low
-        d[xp.arange(rows.size), columns] -= high - low  # each row once: no duplicates
+        d[at, columns] -= high - low                    # each row once: no duplicates
         d *= dy
-        if whole:
+        if whole and here == shape[-1]:
             return d.reshape(shape), None
-        dlogits = xp.zeros((math.prod(shape[:-1]), V), d.dtype)
-        dlogits[rows] = d
+        dlogits = xp.zeros((math.prod(shape[:-1]), shape[-1]), d.dtype)
+        if whole:
+            dlogits[:, :here] = d
+        else:
+            dlogits[rows, :here] = d
         return dlogits.reshape(shape), None
     return (y, xp.asarray(rows.size)), vjp
+
+
+def row_max(x, all_reduce):
+    """The maxima [n, 1] over all ranks' columns; 0 in a row with nothing visible, -inf everywhere, so that no nan arises."""
+    xp = xp_of(x)
+    m = x.max(axis=-1, keepdims=True) if x.shape[-1] else xp.full((len(x), 1), -xp.inf, x.dtype)
+    m = all_reduce(m, "max") if all_reduce else m
+    return xp.where(m == -xp.inf, xp.zeros_like(m), m)
+
+
+def row_sum(x, pieces, width):
+    """Σ x over the last axis, made of `pieces` equal parts of `width` columns, of which the last may be missing."""
+    n = width // pieces
+    return in_pairs(x[:, k * n:(k + 1) * n].sum(axis=-1) for k in range(pieces))
 
 
 def spread(smoothing, over, V):

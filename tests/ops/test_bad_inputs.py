@@ -3,12 +3,13 @@ import numpy as np
 import pytest
 
 import refimpl.parallel  # noqa: F401 (registers the collectives)
-from refimpl.autograd import REGISTRY, Tensor, recompute, value_and_grad
+from refimpl.autograd import REGISTRY, Layout, Tensor, recompute, value_and_grad
 from refimpl.cases import CASES, COLLECTIVES
 from refimpl.cases.edges import CALLS
 from refimpl.comm import Mesh
 from refimpl.ops import add, linear
 
+PARALLEL = {"column_parallel_linear": 1, "row_parallel_linear": 0}      # along which axis the weight is cut
 ONE = np.ones((2, 3))
 ANY_SHAPE = {"exp", "log", "sqrt", "power", "tanh", "sigmoid", "softplus", "erf", "relu", "silu", "quick_gelu", "gelu_erf",
              "gelu_tanh", "scale", "stop_gradient"}     # elementwise functions of one array
@@ -28,6 +29,10 @@ SHAPES = [                                              # op, shapes of its arra
     ("layer_norm", [(2, 3), (3,), (2,)], {}, r"x\[2, 3\] needs g and b of shape \[3\], D > 0; got g\[3\], b\[2\]"),
     ("rms_norm", [(2, 3), (2,)], {}, r"x\[2, 3\] needs w of shape \[3\], D > 0, .* got w\[2\]"),
     ("linear", [(2, 3), (2, 3)], {}, r"x\[2, 3\], w\[2, 3\], bNone: x's last axis must equal w's first"),
+    ("column_parallel_linear", [(2, 3), (2, 3)], {}, r"x\[2, 3\], w\[2, 3\], bNone: x's last axis must equal w's first"),
+    ("column_parallel_linear", [(2, 3), (3, 3)], {"pieces": 2}, r"axis 1 of w\[3, 3\] cannot be cut into 2 equal pieces"),
+    ("row_parallel_linear", [(2, 3), (2, 3)], {}, r"x\[2, 3\], w\[2, 3\], bNone: x's last axis must equal w's first"),
+    ("row_parallel_linear", [(2, 3), (3, 2)], {"pieces": 2}, r"axis 0 of w\[3, 2\] cannot be cut into 2 equal pieces"),
     ("matmul", [(2, 3), (2, 3)], {}, r"a\[2, 3\] · b\[2, 3\]: both need two axes or more, and a's last must equal b's"),
     ("matmul", [(3,), (3, 2)], {}, r"a\[3\] · b\[3, 2\]: both need two axes or more"),
     ("matmul", [(4, 2, 3), (5, 3, 2)], {}, r"a\[4, 2, 3\] and b\[5, 3, 2\] do not broadcast: counted from axis -3 on"),
@@ -135,6 +140,10 @@ def test_arguments_that_fit_pass(name):
     """The control: the same calls with one dtype are accepted, in both."""
     for dtype in ("float64", "float32"):
         arrays, static = CALLS[name](np.full((2, 3), 0.5, dtype))
+        if name in PARALLEL:                            # a plain array does not say how it is cut
+            arrays = (arrays[0], Tensor(arrays[1], Layout(frozenset({"tp"})), cut={"tp": PARALLEL[name]}), *arrays[2:])
+            columns = {"tp": arrays[0].ndim - 1} if name == "row_parallel_linear" else {}
+            arrays = (Tensor(arrays[0], Layout(frozenset({"tp"})), cut=columns), *arrays[1:])
         y = REGISTRY[name](*arrays, **static)
         assert (y[0] if isinstance(y, tuple) else y).dtype == dtype
 

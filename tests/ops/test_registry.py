@@ -10,9 +10,10 @@ import pytest
 
 import refimpl.parallel
 from refimpl.autograd import REGISTRY, Op, op
-from refimpl.cases import CASES, COLLECTIVES, unchecked
+from refimpl.cases import CASES, COLLECTIVES, VOCABULARY, unchecked
 from refimpl.check import check_adjoint, check_op, check_vjp
 
+ON_RANKS = {**COLLECTIVES, **VOCABULARY}
 ALL_CASES = [pytest.param(REGISTRY[name], case, id=f"{name}-{case.name}") for name, cases in CASES.items() for case in cases]
 FLOAT_ARGUMENTS = [pytest.param(REGISTRY[name], k, id=f"{name}-{k}") for name, cases in CASES.items()
                    if not REGISTRY[name].surrogate          # these are worked by hand in test_shaping.py
@@ -24,7 +25,7 @@ def test_every_op_has_cases():
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)        # registers every op, also one that nothing imports yet
     assert unchecked() == []
-    assert set(CASES) | set(COLLECTIVES) <= set(REGISTRY)
+    assert set(CASES) | set(ON_RANKS) <= set(REGISTRY)
 
 
 def test_an_op_without_cases_is_found(monkeypatch):
@@ -52,29 +53,35 @@ def test_op_passes_every_check(op, case):
     check_op(op, *case.arrays, **case.static)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("name", sorted(COLLECTIVES))
+@pytest.mark.parametrize("name, dtype", [(name, dtype) for name in sorted(ON_RANKS) for dtype in ("float64", "float32")
+                                         if dtype == "float64" or REGISTRY[name].linearity])     # else by differences
 def test_collective_is_the_adjoint_of_its_vjp_on_all_ranks(ranks, name, dtype):
     def on_rank(comm):
-        for case in COLLECTIVES[name]:
-            x, static = case.arguments(comm, dtype)
-            check_adjoint(REGISTRY[name], comm, case.before, case.after, x, **static)
+        for case in ON_RANKS[name]:
+            arrays, static = case.arguments(comm, dtype)
+            check_adjoint(REGISTRY[name], comm, case.before, case.after, *arrays, **static)
     ranks.run(on_rank)
 
 
 @pytest.mark.parametrize("mistaken_rank", ["all", "last"])
-@pytest.mark.parametrize("name", sorted(COLLECTIVES))
+@pytest.mark.parametrize("name", sorted(ON_RANKS))
 def test_a_planted_mistake_in_a_collective_is_caught(ranks, name, mistaken_rank):
     def on_rank(comm):
-        def wrong(x, comm=None, **static):
-            y, vjp = REGISTRY[name].array(x, comm=comm, **static)
-            mistaken = mistaken_rank == "all" or comm.rank == comm.size - 1
-            return y, lambda dy: vjp(dy) * (1.01 if mistaken else 1)
+        def wrong(x, *ids, comm=None, **static):
+            y, vjp = REGISTRY[name].array(x, *ids, comm=comm, **static)
+            mistaken = mistaken_rank == "all" or comm.rank == at
+
+            def wrong_vjp(*dy):
+                dx = vjp(*dy)
+                factor = dx[0].dtype.type(1.01 if mistaken else 1) if ids else 1.01 if mistaken else 1
+                return (dx[0] * factor, *dx[1:]) if ids else dx * factor
+            return y, wrong_vjp
         wrong.__doc__ = REGISTRY[name].__doc__
-        case = COLLECTIVES[name][0]
-        x, static = case.arguments(comm, "float64")
+        case = ON_RANKS[name][0]
+        arrays, static = case.arguments(comm, "float64")
+        at = max(r for r, n in enumerate(comm.gather_texts(str(arrays[0].size))) if n != "0")   # the last that has something
         with pytest.raises(AssertionError, match=f"wrong on {comm.size} ranks: rank "):
-            check_adjoint(Op(wrong, linearity="each"), comm, case.before, case.after, x, **static)
+            check_adjoint(Op(wrong, linearity=REGISTRY[name].linearity), comm, case.before, case.after, *arrays, **static)
     ranks.run(on_rank)
 
 

@@ -173,7 +173,7 @@ def test_a_weight_with_the_wrong_cut_is_refused(ranks):
         layers = ((column_parallel_linear, 1, ("rows", "whole")), (row_parallel_linear, 0, ("columns", "whole")))
         for layer, axis, others in layers:
             for name in others:
-                with pytest.raises(LayoutError, match=f"{layer.__name__}: {name} must be cut along axis {axis}"):
+                with pytest.raises(LayoutError, match=f"{layer.name}: {name} must be cut along axis {axis}"):
                     layer(x, p[name])
     ranks.run(check)
 

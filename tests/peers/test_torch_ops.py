@@ -22,7 +22,7 @@ import torch
 import refimpl
 from refimpl import ops
 from refimpl.autograd import REGISTRY
-from refimpl.cases import CASES, COLLECTIVES, Case
+from refimpl.cases import CASES, COLLECTIVES, VOCABULARY, Case
 from refimpl.check.tools import EXACT, JITTER, cast, compare, cotangents, evaluate, floats, is_array, is_float, largest, pull
 from refimpl.rng import GOLDEN_GAMMA, MASK, draw, mix64
 
@@ -129,7 +129,9 @@ TORCH = {
     "max": lambda x, axis=None, keepdims=False: torch.amax(x, dim=() if axis is None else axis, keepdim=keepdims),
     "cumsum": lambda x, axis=-1: torch.cumsum(x, dim=axis),
     "norm": lambda x, axis=-1, keepdims=False: torch.linalg.vector_norm(x, dim=axis, keepdim=keepdims),
-    "linear": lambda x, w, b=None: F.linear(x, w.mT, b), "matmul": torch.matmul,
+    "linear": lambda x, w, b=None: F.linear(x, w.mT, b),
+    "column_parallel_linear": lambda x, w, b=None, pieces=1: F.linear(x, w.mT, b),
+    "row_parallel_linear": lambda x, w, pieces=1: F.linear(x, w.mT), "matmul": torch.matmul,
     "einsum": lambda a, b, spec: torch.einsum(spec, a, b),
     "softmax": softmax, "log_softmax": lambda x: F.log_softmax(x, dim=-1),
     "logsumexp": lambda x, keepdims=False: torch.logsumexp(x, dim=-1, keepdim=keepdims),
@@ -148,7 +150,7 @@ TORCH = {
     "dropout": dropout,
 }
 WITHOUT = {name: "a collective: what it computes needs several ranks; tests/ops and tests/parallel check it on all of them"
-           for name in COLLECTIVES}
+           for name in {**COLLECTIVES, **VOCABULARY}}
 MORE = {                                                # corners on which torch is worth asking
     "max": [Case("ties", (np.array([[3.0, 1, 3, 3], [2, 2, 2, 2]]),), {"axis": 1}), Case("ties of all", (np.ones((2, 3)),))],
     "relu": [Case("at zero", (np.array([0.0, -0.0, 1.0]),))],
