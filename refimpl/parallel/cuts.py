@@ -3,11 +3,11 @@
 A table of placements (models/placements.py) drives initialisation, the gradient rule, checkpoints and bundles.
 """
 from dataclasses import dataclass
-from typing import Mapping
+from typing import Mapping, TypeGuard
 
 import numpy as np
 
-from refimpl.array import Array
+from refimpl.array import Array, xp_of
 from refimpl.autograd import Layout, Tensor
 from refimpl.comm import Comm, Mesh, shares
 
@@ -34,11 +34,41 @@ class Cut:
     @classmethod
     def even(cls, axis: int, n: int, comm: Comm) -> "Cut":
         """`n` in shares that differ by at most one."""
-        ends = np.cumsum(shares(n, comm.size)).tolist()
-        return cls(axis, tuple(zip([0, *ends[:-1]], ends)), comm.name)
+        return cls(axis, even_bounds(n, comm.size), comm.name)
 
 
 Placement = Replicated | Cut
+
+
+def even_bounds(n: int, parts: int) -> tuple[tuple[int, int], ...]:
+    """(start, stop) of each of `parts` shares of n that differ by at most one."""
+    ends = np.cumsum(shares(n, parts)).tolist()
+    return tuple(zip([0, *ends[:-1]], ends))
+
+
+def overlap(placement: Placement | None) -> TypeGuard[Cut]:
+    """Whether some elements are on more than one rank of the cut."""
+    return isinstance(placement, Cut) and any(a < stop for (_, stop), (a, _) in zip(placement.bounds, placement.bounds[1:]))
+
+
+def own(placement: Placement, shape: tuple[int, ...], mesh: Mesh) -> tuple[slice, ...]:
+    """Of this rank's part of the global array of `shape`, the elements that count as its own: each has one owner on a cut,
+    the lowest rank that holds it."""
+    where = [slice(None)] * len(shape)
+    if isinstance(placement, Cut):
+        rank, bounds = mesh.comm(placement.over).rank, placement.bounds
+        taken = bounds[rank - 1][1] - bounds[rank][0] if rank else 0
+        where[placement.axis] = slice(max(0, taken), None)
+    return tuple(where)
+
+
+def spread(part: Array, placement: Cut, mesh: Mesh) -> Array:
+    """A global array of zeros, with this rank's part in its place."""
+    shape = list(part.shape)
+    shape[placement.axis] = placement.bounds[-1][1]
+    whole = xp_of(part).zeros(shape, part.dtype)
+    whole[box(placement, tuple(shape), mesh)] = part
+    return whole
 
 
 def box(placement: Placement, shape: tuple[int, ...], mesh: Mesh) -> tuple[slice, ...]:

@@ -1,0 +1,43 @@
+"""The norm of a gradient whose parts lie on many ranks, and clipping by it.
+
+    replicated  [3]  [3]        counts once                                    norm² = 3² + 0² + 4² = 5²
+    cut         [0]  [4]        each part counts; shared elements once, on their lowest holder
+"""
+import math
+from typing import Mapping
+
+import numpy as np
+
+from refimpl.array import xp_of
+from refimpl.autograd import LayoutError, Tensor, seam
+from refimpl.comm import Mesh
+from refimpl.parallel.cuts import Cut, Placement, own
+
+
+def gradient_norm(grads: Mapping[str, Tensor], table: Mapping[str, Placement], mesh: Mesh) -> float:
+    """The Euclidean norm of all gradients together, every element counted once; the same on every rank.
+
+    Squares are added up in float64.  One all_reduce of one number for each mesh axis that cuts a parameter.
+    Error: LayoutError for a gradient that still has to be reduced
+    """
+    squares = {"": 0.0}                                 # by the mesh axis of the cut
+    for name, g in grads.items():
+        if g.partial:
+            raise LayoutError(f"the gradient of {name} is partial over {'+'.join(sorted(g.partial))}: reduce_gradients first, "
+                              f"the norm of a sum is not the sum of norms")
+        place = table[name]
+        mine = g.array[own(place, g.shape, mesh)].reshape(-1).astype("float64")
+        axis = place.over if isinstance(place, Cut) else ""
+        squares[axis] = squares.get(axis, 0.0) + float(xp_of(mine).einsum("i,i->", mine, mine))
+    return math.sqrt(sum(float(mesh.comm(axis).all_reduce(np.array(s))) if axis else s for axis, s in squares.items()))
+
+
+@seam
+def clip(grads: Mapping[str, Tensor], norm: float, max_norm: float) -> dict[str, Tensor]:
+    """The gradients, scaled by max_norm / norm where their norm is larger than max_norm.
+
+    Reference: Pascanu, Mikolov, Bengio 2013, algorithm 1 (torch's clip_grad_norm_ divides by norm + 1e-6).
+    """
+    if not norm > max_norm:
+        return dict(grads)
+    return {name: Tensor(g.array * (max_norm / norm), g.layout) for name, g in grads.items()}
