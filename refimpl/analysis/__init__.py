@@ -1,4 +1,5 @@
-"""Closed forms: traffic.py."""
+"""Closed forms: parameters.py, traffic.py."""
+from refimpl.analysis.parameters import PUBLISHED
 from refimpl.analysis.traffic import local_parameters, step_payload
 
-__all__ = ["local_parameters", "step_payload"]
+__all__ = ["PUBLISHED", "local_parameters", "step_payload"]

@@ -2,20 +2,26 @@
 from refimpl.comm import Mesh, shares
 from refimpl.models import Config, parameters
 from refimpl.parallel import box
+from refimpl.parallel.cuts import overlap
 
 
 def step_payload(cfg: Config, mesh: Mesh, batch_size: int, seq_len: int) -> dict[str, tuple[int, str]]:
     """mesh axis -> (elements that a rank hands to collectives in one step, the formula in words).
 
-    tp   4·L·b·T·D: two all_reduces forward (g) and two backward (f) per layer, each of b·T·D; b = this rank's samples
+    tp   (4·L + 2)·b·T·D + 3·b·T: two all_reduces forward (g) and two backward (f) per layer, one g of the embedding and one f
+         of the head, each of b·T·D; of the loss 3 numbers a token, where all targets count; b = this rank's samples
     dp   one all_reduce of the rank's gradients, and one of (loss, count)
+
+    Error: ValueError for a model with gradients that are summed over tp as well (shared kv heads, norms of q and k)
     Reference: Shoeybi et al. 2019, section 3
     """
+    if mesh.tp.size > 1 and (cfg.qk_norm or any(overlap(row.placement) for row in parameters(cfg, mesh).values())):
+        raise ValueError("step_payload: the gradients of shared kv heads and of the norms of q and k travel over tp as well")
     b = shares(batch_size, mesh.dp.size)[mesh.dp.rank]
     out = {}
     if mesh.tp.size > 1:
         L, T, D = cfg.n_layers, seq_len, cfg.d_model
-        out["tp"] = 4 * L * b * T * D, f"4·L·b·T·D = 4·{L}·{b}·{T}·{D}"
+        out["tp"] = (4 * L + 2) * b * T * D + 3 * b * T, f"(4·L + 2)·b·T·D + 3·b·T = {4 * L + 2}·{b}·{T}·{D} + 3·{b}·{T}"
     if mesh.dp.size > 1:
         own = local_parameters(cfg, mesh)
         out["dp"] = own + 2, f"the rank's parameters + 2 = {own} + 2"

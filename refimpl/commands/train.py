@@ -18,6 +18,8 @@ from refimpl.comm import Comm, Mesh, world
 from refimpl.comm.trace import Trace
 from refimpl.generate import sample
 from refimpl.models import Config
+from refimpl.models.config import BIASED, CHOICES
+from refimpl.ops.rope import PAIRINGS
 from refimpl.text import ByteTokenizer, read_text, standard_library
 from refimpl.train import Options, train
 
@@ -28,7 +30,18 @@ HELP = {"steps": "training steps", "batch_size": "samples of a step, over all ra
         "weight_decay": "weight decay of the matrices", "dtype": "float64 or float32",
         "device": "numpy, or cupy: one GPU per local rank", "n_layers": "layers", "n_heads": "attention heads",
         "d_model": "width", "d_ff": "width of the MLP, 0: four times d_model", "dropout": "dropout rate",
-        "max_seq_len": "longest context", "eps": "layer_norm's epsilon"}
+        "max_seq_len": "longest context", "eps": "the norms' epsilon",
+        "clip": "largest norm of the gradient, 0: any", "check_replicas": "steps between two comparisons of what ranks hold in "
+        "common, 0: never", "n_kv_heads": "key and value heads, 0: n_heads",
+        "head_dim": "width of a head, 0: d_model / n_heads",
+        "norm": " or ".join(CHOICES["norm"]), "norm_place": "pre (before each sublayer) or post (after its residual sum)",
+        "positions": ", ".join(CHOICES["positions"]), "rope_theta": "RoPE's base", "rope_pairing": " or ".join(PAIRINGS),
+        "ffn": ", ".join(CHOICES["ffn"]), "biases": f"parts that have a bias, of {', '.join(BIASED)}",
+        "qk_norm": "normalise each head's queries and keys",
+        "windows": "keys that a query sees, by layer, 0: all before it",
+        "embed_scale": "factor of the embedding", "tied": "the head's matrix is the embedding's",
+        "soft_cap": "logits become cap·tanh(logits / cap), 0: as they are",
+        "vocab_multiple": "the vocabulary is padded to a multiple of it"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +64,21 @@ def add_fields(group: Any, default: Any, leave_out: tuple[str, ...] = ()) -> Non
     for f in fields(default):
         if f.name not in leave_out:
             value = getattr(default, f.name) if f.default is MISSING else f.default
-            group.add_argument("--" + f.name.replace("_", "-"), type=type(value), default=value,
-                               metavar=type(value).__name__, help=HELP[f.name] + " (default: %(default)s)")
+            flag, text = "--" + f.name.replace("_", "-"), HELP[f.name] + " (default: %(default)s)"
+            if isinstance(value, bool):
+                group.add_argument(flag, action=argparse.BooleanOptionalAction, default=value, help=HELP[f.name])
+            elif isinstance(value, tuple):
+                group.add_argument(flag, type=listed(int if f.name == "windows" else str), default=",".join(map(str, value)),
+                                   metavar="A,B,...", help=text)
+            else:
+                group.add_argument(flag, type=type(value), default=value, metavar=type(value).__name__, help=text)
+
+
+def listed(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    def values(text: str) -> tuple[Any, ...]:
+        return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
+    values.__name__ = f"list of {kind.__name__}"        # argparse says so of a bad value
+    return values
 
 
 def from_arguments(cls: type, args: argparse.Namespace, **given: Any) -> Any:

@@ -5,15 +5,20 @@
     attention          | attention                 heads do not talk to each other
     rows of O          | rows of O                 the products add up: g
 
-Shape letters: B batch, T queries, D model, H heads, K head dim; H/tp is this rank's share of the heads.
+Shape letters: B batch, T queries, D model, H query heads, G kv heads, K head dim; H/tp and G/tp are this rank's shares of the
+heads.  A kv head whose queries lie on several ranks is on each of them (placements.heads).
 """
 from typing import Any
+
+import numpy as np
 
 from refimpl import ops
 from refimpl.autograd import Params, Tensor, scoped
 from refimpl.models.config import Config
 from refimpl.models.context import Context, drop
-from refimpl.ops import reshape, transpose
+from refimpl.models.norm import norm
+from refimpl.models.placements import kv_of_head
+from refimpl.ops import gather, reshape, rope, transpose
 from refimpl.parallel import column_parallel_linear, copy_to, reduce_from, row_parallel_linear
 
 
@@ -25,10 +30,13 @@ def attention(x: Tensor, p: Params, cfg: Config, ctx: Context, state: Any = None
     Reference: Vaswani et al. 2017, section 3.2.2; Shoeybi et al. 2019, figure 3b.  HF GPT2Attention, Megatron SelfAttention
     """
     x = copy_to(x, comm=ctx.mesh.tp)                                                # f: identity | all_reduce
-    q, k, v = (split_heads(column_parallel_linear(x, p[f"{n}.w"], p[f"{n}.b"]), cfg) for n in "qkv")  # (B, H/tp, T, K)
-    y = merge_heads(ops.attention(q, k, v, mask=ctx.mask))                          # (B, T, D/tp)
+    q, k, v = (split_heads(column_parallel_linear(x, p[f"{n}.w"], p.get(f"{n}.b")), cfg) for n in "qkv")
+    q, k = placed(q, p / "q_norm", cfg, ctx), placed(k, p / "k_norm", cfg, ctx)     # (B, H/tp, T, K), (B, G/tp, T, K)
+    k, v = grouped(k, cfg, ctx), grouped(v, cfg, ctx)
+    y = merge_heads(ops.attention(q, k, v, mask=ctx.mask))                          # (B, T, H/tp·K)
     y = reduce_from(row_parallel_linear(y, p["o.w"]), comm=ctx.mesh.tp)             # g: all_reduce | identity
-    return drop(y + p["o.b"], p, cfg, ctx), state, {}                               # the bias once, after g
+    y = y + p["o.b"] if "o.b" in p else y                                           # the bias once, after g
+    return drop(y, p, cfg, ctx), state, {}
 
 
 def split_heads(x: Tensor, cfg: Config) -> Tensor:
@@ -41,3 +49,20 @@ def merge_heads(x: Tensor) -> Tensor:
     """(B, H/tp, T, K) -> (B, T, H/tp·K)"""
     B, H, T, K = x.shape
     return reshape(transpose(x, axes=(0, 2, 1, 3)), shape=(B, T, H * K))
+
+
+def placed(x: Tensor, p: Params, cfg: Config, ctx: Context) -> Tensor:
+    """Queries or keys as their scores need them: normalised, and turned by their positions, where the model does that."""
+    x = norm(x, p, cfg) if cfg.qk_norm else x
+    if cfg.positions == "rope":
+        x = rope(x, ctx.positions, theta=cfg.rope_theta, pairing=cfg.rope_pairing)
+    return x
+
+
+def grouped(x: Tensor, cfg: Config, ctx: Context) -> Tensor:
+    """This rank's kv heads (B, G/tp, T, K): as they are where the query heads fall to them in equal groups, in order, as
+    attention wants; else one for each query head, (B, H/tp, T, K)."""
+    heads, G = kv_of_head(cfg, ctx.mesh), x.shape[1]
+    if len(heads) % G == 0 and heads == [h * G // len(heads) for h in range(len(heads))]:
+        return x
+    return transpose(gather(transpose(x, axes=(1, 0, 2, 3)), np.array(heads)), axes=(1, 0, 2, 3))

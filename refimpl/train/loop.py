@@ -13,7 +13,7 @@ from refimpl.array import device_module, float_dtype, to_host
 from refimpl.autograd import Tensor
 from refimpl.comm import Ledger, Mesh, local_rank
 from refimpl.models import Config, init, placements
-from refimpl.parallel import gather
+from refimpl.parallel import check_replicas, clip, gather, gradient_norm
 from refimpl.train.adamw import AdamW
 from refimpl.train.data import Sampler
 from refimpl.train.step import gradients
@@ -21,14 +21,21 @@ from refimpl.train.step import gradients
 
 @dataclass(frozen=True)
 class Options:
-    """How to train.  batch_size counts the samples of a step over all ranks and micro-batches."""
+    """How to train.
+
+    batch_size      samples of a step over all ranks and micro-batches
+    clip            the largest norm of a gradient, of all parameters together; 0: any
+    check_replicas  before the first of so many steps, ranks compare what they hold in common; 0: never
+    """
     steps: int = 60
     batch_size: int = 8
     seq_len: int = 64
     accumulate: int = 1
     lr: float = 1e-3
     weight_decay: float = 0.1
+    clip: float = 0.0
     seed: int = 0
+    check_replicas: int = 100
     dtype: str = "float64"
     device: str = "numpy"
 
@@ -36,6 +43,9 @@ class Options:
         for name in ("steps", "batch_size", "seq_len", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("clip", "check_replicas"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
         float_dtype(self.dtype)
 
 
@@ -52,12 +62,14 @@ def train(corpus: np.ndarray, cfg: Config, options: Options, mesh: Mesh, out: Pa
     """Train from the hash's initial weights.  With `out`, rank 0 writes log.jsonl and, for comparisons, the gradient of the
     first and last step and the final parameters, gathered, as safetensors.
 
-    Errors, on every rank: ArithmeticError where the loss is no longer finite, which names the step; ValueError where rank 0
-    cannot write to `out`, before the first step, and for a mesh that training cannot use.
+    Errors, on every rank: ArithmeticError where the loss is no longer finite, which names the step, and where ranks have come
+    to hold different copies of a parameter; ValueError where rank 0 cannot write to `out`, before the first step, and for a
+    mesh that training cannot use.
     """
     if mesh.cp.size > 1:
         raise ValueError(f"training does not cut the sequence yet, so the ranks of cp={mesh.cp.size} would all do the same: "
                          "use dp and tp")
+    table = placements(cfg, mesh)
     sampler = Sampler(corpus, options.seq_len, options.seed)
     params = init(cfg, mesh, options.seed, options.dtype, device_module(options.device, local_rank(mesh.world)))
     optimizer = AdamW(options.lr, weight_decay=options.weight_decay)
@@ -68,18 +80,25 @@ def train(corpus: np.ndarray, cfg: Config, options: Options, mesh: Mesh, out: Pa
     seconds = 0.0
     tokens = options.batch_size * options.seq_len
     for step in progress(options.steps, bar and mesh.world.rank == 0):
+        if options.check_replicas and step % options.check_replicas == 0:
+            check_replicas(params, table, mesh)
         mesh.ledger.clear()
         start = time.perf_counter()
         batches = sampler.step(step, options.batch_size, options.accumulate, mesh)
         g = gradients(params, batches, cfg, mesh, options.seed, step)
         if not math.isfinite(g.loss):
             raise ArithmeticError(f"the loss is {g.loss} at step {step + 1}: try a smaller learning rate than {options.lr}")
-        params = optimizer.step(params, g.grads)
+        norm = gradient_norm(g.grads, table, mesh) if options.clip else 0.0
+        if not math.isfinite(norm):
+            raise ArithmeticError(f"the gradient's norm is {norm} at step {step + 1}: try a smaller learning rate than "
+                                  f"{options.lr}")
+        params = optimizer.step(params, clip(g.grads, norm, options.clip) if options.clip else g.grads)
         elapsed = time.perf_counter() - start
         seconds += elapsed
         losses.append(g.loss)
         payload = payload_by_axis(mesh.ledger)
-        log.write(step=step + 1, loss=g.loss, seconds=round(elapsed, 6), tokens_per_second=round(tokens / elapsed, 1))
+        log.write(step=step + 1, loss=g.loss, seconds=round(elapsed, 6), tokens_per_second=round(tokens / elapsed, 1),
+                  **({"norm": norm} if options.clip else {}))
         if out and step == 0:
             save(out / "grads_first.safetensors", g.grads, cfg, mesh)
         if out and step == options.steps - 1:

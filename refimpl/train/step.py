@@ -6,8 +6,8 @@ import numpy as np
 
 from refimpl.autograd import Layout, Params, Tensor, value_and_grad
 from refimpl.comm import Mesh
-from refimpl.models import Config, Context, decoder
-from refimpl.parallel import divide_by_count, reduce_gradients, total_over
+from refimpl.models import Config, Context, decoder, placements
+from refimpl.parallel import Reduction, divide_by_count, total_over
 from refimpl.train.data import Batch
 
 OVER_SAMPLES = Layout(frozenset({"dp"}))
@@ -23,18 +23,26 @@ class Gradients:
 
 def gradients(params: Mapping[str, Tensor], batches: Iterable[Batch], cfg: Config, mesh: Mesh, seed: int = 0,
               step: int | None = None) -> Gradients:
-    """Loss and gradient of a whole batch, equal on every mesh.  `step` None: without dropout."""
+    """Loss and gradient of a whole batch, equal on every mesh.  `step` None: without dropout.
+
+    Gradients are summed over ranks while the last micro-batch's backward pass goes on.
+    """
     total = count = 0.0
-    grads: dict[str, Tensor] = {}
-    for batch in batches:
+    table, grads, micro_batches = placements(cfg, mesh), dict[str, Tensor](), list(batches)
+    for batch in micro_batches:
         ctx = Context(mesh, batch.rows, np.arange(batch.tokens.shape[1]), seed=seed, step=step)
         tokens = Tensor(batch.tokens, OVER_SAMPLES)
 
         def loss(p: Params) -> tuple[Tensor, Tensor]:
             return decoder.loss(tokens, batch.targets, p, cfg, ctx)
-        (part, valid), new = value_and_grad(loss, params)
+        if batch is micro_batches[-1]:
+            reduction = Reduction(mesh, table, before=grads)
+            (part, valid), _ = value_and_grad(loss, params, on_leaf=reduction.add)
+            grads = reduction.finish()
+        else:
+            (part, valid), new = value_and_grad(loss, params)
+            grads = {name: Tensor(grads[name].array + g.array, g.layout) if grads else g for name, g in new.items()}
         total, count = total + float(part), count + float(valid)
-        grads = {name: Tensor(grads[name].array + g.array, g.layout) if grads else g for name, g in new.items()}
     total, count = total_over(mesh, total, count)
-    grads = divide_by_count(reduce_gradients(grads, mesh), int(count))
+    grads = divide_by_count({name: grads[name] for name in params}, int(count))
     return Gradients(total / count, int(count), grads)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from refimpl.autograd import Clock, Count, Frame, Record, Replace, Tensor, difference, recompute, stack, value_and_grad
-from refimpl.comm import Mesh, run_threads
+from refimpl.comm import Mesh, run_threads, shares
 from refimpl.models import Config, Context, decoder, init, parameters
 from refimpl.ops import gelu_tanh, linear, mul, sum
 
@@ -53,8 +53,9 @@ def test_record_names_every_activation_of_a_block():
     for record, _ in on_ranks(recorded):
         forward = [e.name for e in record if e.phase == "forward"]
         assert [name for name in forward if name.startswith("layers.1.")] == [f"layers.1.{n}" for n in ATTENTION + MLP]
-        assert forward[:3] == ["embed", "positions", "add"]
-        assert forward[-4:] == ["norm.layer_norm", "transpose", "linear", "cross_entropy"]
+        ops = [name for name in forward if "all_reduce" not in name]
+        assert ops[:4] == ["embed", "reduce_from", "positions", "add"]
+        assert ops[-5:] == ["norm.layer_norm", "copy_to", "transpose", "column_parallel_linear", "vocab_parallel_cross_entropy"]
 
 
 def test_a_serial_run_has_the_same_names():
@@ -70,7 +71,8 @@ def test_record_sees_what_travels_and_in_which_phase():
         assert all(np.allclose(record[name].y, sent[0] + sent[1], rtol=0, atol=1e-15) for record in records)
         assert all(record[name].phase == phase and record[name].dy is None for record in records)
     backward = [e.name for e in records[0] if e.phase == "backward"]
-    assert backward == [f"layers.{i}.{part}.copy_to.all_reduce" for i in (1, 0) for part in ("mlp", "attn")]
+    assert backward == [f"{where}copy_to.all_reduce" for where in ("", *(f"layers.{i}.{part}." for i in (1, 0)
+                                                                         for part in ("mlp", "attn")))]
 
 
 def test_dy_on_ranks_is_a_part_of_the_serial_dy():
@@ -79,7 +81,7 @@ def test_dy_on_ranks_is_a_part_of_the_serial_dy():
     for name in ("layers.0.mlp.gelu_tanh", "layers.1.mlp.up", "layers.0.attn.q"):       # columns over tp
         assert np.allclose(np.concatenate([r[name].dy[0] for r in parts], axis=-1), serial[name].dy[0], rtol=0, atol=1e-14)
         assert np.allclose(np.concatenate([r[name].y for r in parts], axis=-1), serial[name].y, rtol=0, atol=1e-14)
-    for name in ("layers.0.mlp.reduce_from", "layers.1.add", "embed"):                  # replicated
+    for name in ("layers.0.mlp.reduce_from", "layers.1.add", "reduce_from"):            # replicated
         assert all(np.allclose(r[name].dy[0], serial[name].dy[0], rtol=0, atol=1e-14) for r in parts)
 
 
@@ -102,7 +104,7 @@ def test_recomputed_calls_have_their_own_phase():
         x = decoder.embed(tokens, p, cfg, ctx)
         for i in range(cfg.n_layers):
             x = recompute(decoder.block, x, p / f"layers.{i}", cfg, ctx)
-        return decoder.cross_entropy(decoder.head(x, p, cfg), targets)
+        return decoder.cross_entropy(decoder.head(x, p, cfg, ctx), targets, cfg, ctx)
 
     def run(mesh):
         record = Record()
@@ -203,9 +205,9 @@ def test_a_replacement_does_not_hide_the_real_error():
 
 # -- Count ------------------------------------------------------------------------------------------------------------
 
-def forward_flops(cfg, tp):
-    """2mnk per product on one rank: q, k, v, o; scores and values; up and down; the head, which is not cut."""
-    D, F, V = cfg.d_model, cfg.d_ff, cfg.vocab_size
+def forward_flops(cfg, tp, rank):
+    """2mnk per product on one rank: q, k, v, o; scores and values; up and down; the head, whose words are shared out."""
+    D, F, V = cfg.d_model, cfg.d_ff, shares(cfg.vocab_size, tp)[rank]
     block = 4 * (2 * B * T * D * D) + 2 * (2 * B * T * T * D) + 2 * (2 * B * T * D * F)
     return cfg.n_layers * block // tp + 2 * B * T * D * V
 
@@ -216,9 +218,11 @@ def test_flops_equal_the_formula(tp):
         frame = Count()
         train(mesh, frame)
         return frame
-    for frame in on_ranks(count, tp):
-        assert dict(frame.flops) == {"forward": forward_flops(CONFIG, tp), "backward": 2 * forward_flops(CONFIG, tp)}
-        assert frame.calls["attention"] == 2 and frame.calls["all_reduce"] == 4 + 4 and frame.calls["linear"] == 2 * 6 + 1
+    for rank, frame in enumerate(on_ranks(count, tp)):
+        flops = forward_flops(CONFIG, tp, rank)
+        assert dict(frame.flops) == {"forward": flops, "backward": 2 * flops}
+        assert frame.calls["attention"] == 2 and frame.calls["all_reduce"] == 4 + 4 + 4    # words: g, f, two of the loss
+        assert (frame.calls["column_parallel_linear"], frame.calls["row_parallel_linear"]) == (2 * 4 + 1, 2 * 2)
 
 
 def test_live_bytes_rise_and_fall():
@@ -244,7 +248,7 @@ def test_recomputation_costs_flops_and_saves_memory():
         x = decoder.embed(tokens, p, cfg, ctx)
         for i in range(cfg.n_layers):
             x = recompute(decoder.block, x, p / f"layers.{i}", cfg, ctx)
-        return decoder.cross_entropy(decoder.head(x, p, cfg), targets)
+        return decoder.cross_entropy(decoder.head(x, p, cfg, ctx), targets, cfg, ctx)
     plain, again = Count(), Count()
     train(Mesh(), plain)
     train(Mesh(), again, loss=loss)

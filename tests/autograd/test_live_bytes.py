@@ -10,7 +10,7 @@ import pytest
 from refimpl.autograd import Count, Tensor, recompute, value_and_grad
 from refimpl.comm import Mesh
 from refimpl.models import Config, Context, decoder, init
-from refimpl.ops import attention, cross_entropy, gelu_tanh, layer_norm, linear, sum, swiglu
+from refimpl.ops import attention, gelu_tanh, layer_norm, linear, sum, swiglu
 
 CFG = Config(vocab_size=13, n_layers=3, n_heads=2, d_model=6, max_seq_len=5, d_ff=10)
 TOKENS = np.array([[1, 2, 3, 4, 5], [5, 6, 7, 10, 0], [1, 1, 1, 1, 12]])
@@ -34,9 +34,10 @@ def elements_of_a_block():
 
 
 def bytes_of_the_head(itemsize):
-    """The last norm and its output; of cross_entropy p and lse of the rows that count, their numbers and columns, and the
-    count it returned (the sum is a scalar of numpy's, which Count takes for nothing)."""
-    return itemsize * (2 * B * T * D + B * T + N * V + N) + INTEGER * (2 * N + 1)
+    """The last norm and its output; of cross_entropy p and lse of the rows that count, their numbers, which of them have their
+    targets here, and where, and the count it returned (the sum is a scalar of numpy's, which Count takes for nothing).  Of the
+    embedding the tokens whose words are here, and their rows."""
+    return itemsize * (2 * B * T * D + B * T + N * V + N) + INTEGER * (3 * N + 1 + 2 * B * T)
 
 
 def live_after_forward(loss, dtype):
@@ -71,7 +72,7 @@ def test_a_recomputed_step_keeps_the_inputs_of_its_blocks(dtype):
         x = decoder.embed(TOKENS, p, CFG, context())
         for i in range(CFG.n_layers):
             x = recompute(decoder.block, x, p / f"layers.{i}", CFG, context())
-        return cross_entropy(decoder.head(x, p, CFG), TARGETS)
+        return decoder.cross_entropy(decoder.head(x, p, CFG, context()), TARGETS, CFG, context())
     size = np.dtype(dtype).itemsize
     live, _ = live_after_forward(loss, dtype)
     assert live == size * CFG.n_layers * B * T * D + bytes_of_the_head(size)

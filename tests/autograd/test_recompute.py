@@ -15,7 +15,8 @@ from refimpl.rng import draw
 B, T, D, H, G, K, F, V = 2, 5, 8, 4, 2, 4, 12, 11
 TOKENS, TARGETS = np.arange(B * T).reshape(B, T) % V, (np.arange(B * T).reshape(B, T) * 3 + 1) % V
 DOCUMENTS = np.array([[0, 0, 0, 1, 1], [0, 1, 1, 1, 2]])
-CASE_LIST = [pytest.param(REGISTRY[name], case, id=f"{name}-{case.name}") for name, cases in CASES.items() for case in cases]
+CASE_LIST = [pytest.param(REGISTRY[name], case, id=f"{name}-{case.name}") for name, cases in CASES.items() for case in cases
+             if "parallel" not in name]                 # those want weights that are cut: the decoder's are, below
 
 
 def same_bits(plain, again):
@@ -51,7 +52,7 @@ def test_a_decoder_gives_the_same_bits_with_dropout(dtype):
             x = decoder.embed(TOKENS, p, cfg, ctx)
             for i in range(cfg.n_layers):
                 x = run(decoder.block, x, p / f"layers.{i}", cfg, ctx)
-            return cross_entropy(decoder.head(x, p, cfg), TARGETS)
+            return decoder.cross_entropy(decoder.head(x, p, cfg, ctx), TARGETS, cfg, ctx)
         return fn
     params = init(cfg, Mesh(), seed=1, dtype=dtype)
     same_bits(value_and_grad(loss(lambda f, *a: f(*a)), params)[1], value_and_grad(loss(recompute), params)[1])

@@ -37,7 +37,7 @@ def test_the_demo_agrees_on_a_mesh_and_says_so(tmp_path, text):
     done = run("--mesh", "dp=1,tp=2", "--steps", "3", "--text", text, "--out", str(tmp_path / "demo"), HOME="/proc/none")
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     assert "OK: sharded equals serial" in done.stdout and "the same from both runs" in done.stdout
-    assert "ok   4·L·b·T·D = 4·2·8·64·96" in done.stdout and "DISAGREE" not in done.stdout
+    assert "ok   (4·L + 2)·b·T·D + 3·b·T = 10·8·64·96 + 3·8·64" in done.stdout and "DISAGREE" not in done.stdout
     if importlib.util.find_spec("matplotlib"):
         assert (tmp_path / "demo" / "loss.png").stat().st_size > 5000
     else:

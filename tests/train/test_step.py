@@ -99,5 +99,5 @@ def test_gradients_say_where_they_vary(ranks):
     def check(mesh):
         g = gradients(init(CFG, mesh, 0), SAMPLER.step(0, 8, 1, mesh), CFG, mesh).grads
         assert all(isinstance(t, Tensor) and not t.partial for t in g.values())
-        assert g["layers.0.mlp.up.w"].varies == {"tp"} and g["embed.w"].varies == frozenset()
+        assert g["layers.0.mlp.up.w"].varies == {"tp"} and g["positions.w"].varies == frozenset()
     ranks.run_meshes(check)

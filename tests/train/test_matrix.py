@@ -1,0 +1,158 @@
+"""Localises options of the decoder, and ways to cut it, that give another loss, gradient, norm or update than one rank does.
+
+Every option of Config is in at least one model, and every model is trained for three steps on every mesh.
+"""
+import functools
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from refimpl.autograd import Record
+from refimpl.comm import Mesh, shares
+from refimpl.models import Config, parameters, placements
+from refimpl.models.config import BIASED, CHOICES
+from refimpl.parallel import check_replicas, clip, gather, gradient_norm, shard
+from refimpl.train import AdamW, Batch, gradients
+
+B, T, V = 7, 6, 13                                      # on 8 dp ranks some have no sample
+SIZES = {"vocab_size": V, "n_layers": 2, "n_heads": 8, "d_model": 24, "max_seq_len": 8}
+LLAMA = {"norm": "rms_norm", "positions": "rope", "ffn": "swiglu", "biases": (), "tied": False}
+SERIAL = Mesh()
+LR, EPS, STEPS, CLIP = 1e-3, 1e-8, 3, 0.5
+
+# options of a model, whether with dropout, micro-batches of a step
+MODELS = {
+    "gpt2": ({"head_dim": 3}, True, 3),
+    "llama, grouped heads": ({"head_dim": 4, "n_kv_heads": 2, "d_ff": 20} | LLAMA, False, 1),
+    "9 query and 3 kv heads": ({"n_heads": 9, "n_kv_heads": 3, "head_dim": 2, "d_ff": 19} | LLAMA, True, 1),
+    "12 query and 4 kv heads": ({"n_heads": 12, "n_kv_heads": 4, "head_dim": 2, "rope_pairing": "interleaved"} | LLAMA,
+                                False, 3),
+    "windows": ({"head_dim": 4, "n_kv_heads": 4, "windows": (3, 0), "rope_theta": 100.0} | LLAMA, True, 3),
+    "gemma, one kv head": ({"head_dim": 6, "n_kv_heads": 1, "embed_scale": 24 ** 0.5, "vocab_multiple": 8} | LLAMA | {
+        "norm": "rms_norm_1+w", "ffn": "geglu_tanh", "tied": True, "soft_cap": 3.0}, False, 1),
+    "more padding than words of a rank": ({"vocab_multiple": 32, "eps": 1e-3, "ffn": "gelu_erf"}, False, 3),
+    "post-norm": ({"norm_place": "post", "ffn": "relu", "positions": "none", "biases": BIASED, "tied": False}, True, 1),
+    "norms of q and k": ({"qk_norm": True, "ffn": "geglu_erf", "positions": "rope", "head_dim": 4, "biases": ("norm",)},
+                         True, 1),
+    "norms without bias": ({"qk_norm": True, "ffn": "gelu_tanh", "biases": ("qkv", "mlp", "head")}, False, 3),
+}
+
+
+def config(name):
+    options, dropped, _ = MODELS[name]
+    return Config(**SIZES | options, dropout=0.25 if dropped else 0.0)
+
+
+def test_every_option_is_in_a_model():
+    models = [config(name) for name in MODELS]
+    for f in fields(Config):
+        if f.name not in ("vocab_size", "n_layers", "d_model", "max_seq_len"):
+            assert len({getattr(cfg, f.name) for cfg in models}) > 1, f.name
+    for name, choices in CHOICES.items():
+        assert {getattr(cfg, name) for cfg in models} == set(choices), name
+    assert {part for cfg in models for part in BIASED if part not in cfg.biases} == set(BIASED)
+    assert {(dropped, k) for _, dropped, k in MODELS.values()} == {(a, b) for a in (True, False) for b in (1, 3)}
+
+
+@functools.cache
+def whole_parameters(name):
+    """Global arrays with nothing at zero, so that every path carries a gradient."""
+    draw, cfg = np.random.default_rng(0), config(name)
+    return {key: (row.scale is None) + draw.normal(0, 0.3, row.shape) for key, row in parameters(cfg, SERIAL).items()}
+
+
+def batches(mesh, accumulate):
+    """This rank's micro-batches; every second target of sample 1 is ignored, and all of samples 3 and 4."""
+    draw = np.random.default_rng(1)
+    tokens, targets = draw.integers(0, V, (2, B, T))
+    targets[1, ::2], targets[3:5] = -100, -100
+    first = 0
+    for size in shares(B, accumulate):
+        ends = first + np.cumsum((0, *shares(size, mesh.dp.size)))
+        rows = np.arange(ends[mesh.dp.rank], ends[mesh.dp.rank + 1])
+        yield Batch(rows, tokens[rows], targets[rows])
+        first += size
+
+
+def three_steps(name, mesh):
+    """Of each step: the loss, the count, the norm of the gradient and the global gradient; and the global parameters after."""
+    cfg, accumulate = config(name), MODELS[name][2]
+    table = placements(cfg, mesh)
+    params, optimizer, out = shard(whole_parameters(name), table, mesh), AdamW(LR, eps=EPS, weight_decay=0.1), []
+    for step in range(STEPS):
+        check_replicas(params, table, mesh)
+        g = gradients(params, batches(mesh, accumulate), cfg, mesh, seed=7, step=step)
+        norm = gradient_norm(g.grads, table, mesh)
+        params = optimizer.step(params, clip(g.grads, norm, CLIP))
+        out.append((g.loss, g.count, norm, gather(g.grads, table, mesh)))
+    return out, gather(params, table, mesh)
+
+
+@functools.cache
+def serial(name):
+    return three_steps(name, SERIAL)
+
+
+@functools.cache
+def gauge_scales(name):
+    """Of a bias that all keys share: Σ |dk| over samples and positions, the sum that makes its gradient, in absolute values."""
+    with Record() as record:
+        three_steps(name, SERIAL)
+    sizes = {}
+    for entry in record:
+        if entry.dy:
+            size, key = np.abs(entry.dy[0]), entry.name.partition("#")[0] + ".b"
+            sizes[key] = max(sizes.get(key, 0.0), float(size.sum(axis=tuple(range(size.ndim - 1))).max(initial=0.0)))
+    return {key: sizes[key] for key, row in parameters(config(name), SERIAL).items() if row.gauge}
+
+
+def close(got, want, scale):
+    return np.abs(np.asarray(got) - want).max(initial=0) <= 1e-12 * scale
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_three_steps_are_those_of_one_rank_on_every_mesh(ranks, name):
+    """Losses, gradients and norms within 1e-12 of their scale.  An update is lr·m/(√v + eps), whose error is that of the
+    gradient over the gradient itself where that is small."""
+    (steps, after), scales, cfg = serial(name), gauge_scales(name), config(name)
+    rows = parameters(cfg, SERIAL)
+    smallest = {key: np.min([np.abs(grads[key]) * min(1, CLIP / norm) for _, _, norm, grads in steps], axis=0) for key in rows}
+
+    def check(mesh: Mesh):
+        got_steps, got_after = three_steps(name, mesh)
+        for (loss, count, norm, grads), (want_loss, want_count, want_norm, want) in zip(got_steps, steps):
+            assert count == want_count == B * T - T // 2 - 2 * T
+            assert close(loss, want_loss, want_loss) and close(norm, want_norm, want_norm)
+            assert norm > CLIP and set(grads) == set(rows)
+            for key, row in rows.items():
+                scale = scales[key] / count if row.gauge else np.abs(want[key]).max()
+                assert grads[key].shape == row.shape and close(grads[key], want[key], scale), key
+                assert row.gauge or scale > 1e-4, key   # a gradient is there
+        for key, row in rows.items():
+            if not row.gauge:
+                gradient = max(np.abs(grads[key]).max() for _, _, _, grads in steps)
+                allowed = 1e-12 * (np.abs(after[key]).max() + 10 * STEPS * LR * gradient / (smallest[key] + EPS))
+                assert (np.abs(got_after[key] - after[key]) <= allowed).all(), key
+    ranks.run_meshes(check)
+
+
+def test_a_bias_that_all_keys_share_has_no_gradient_and_no_other_parameter_has_none():
+    """Softmax does not see it, unless RoPE turns it or a norm comes after it."""
+    found = {}
+    for name in MODELS:
+        rows = parameters(config(name), SERIAL)
+        found[name] = {key.split(".", 3)[-1] for key, row in rows.items() if row.gauge}
+        for key, scale in gauge_scales(name).items():
+            assert np.abs(serial(name)[0][0][3][key]).max() <= 1e-12 * scale
+    assert {name for name, keys in found.items() if keys} == {"gpt2", "more padding than words of a rank", "post-norm"}
+    layer_norms = Config(**SIZES, qk_norm=True)
+    assert [key for key, row in parameters(layer_norms, SERIAL).items() if row.gauge] == [
+        f"layers.{i}.attn.k_norm.b" for i in range(2)]
+    draw = np.random.default_rng(2)
+    whole = {key: 0.5 + draw.random(row.shape) for key, row in parameters(layer_norms, SERIAL).items()}
+    params = shard(whole, placements(layer_norms, SERIAL), SERIAL)
+    grads = gradients(params, batches(SERIAL, 1), layer_norms, SERIAL).grads
+    for i in range(2):
+        q, k = (np.abs(grads[f"layers.{i}.attn.{part}_norm.b"].array).max() for part in "qk")
+        assert q > 1e-9 and k <= 1e-10 * q
