@@ -17,6 +17,7 @@ from refimpl.comm import CommError
 from refimpl.comm.launch import mpirun_command
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "mpi_examples").glob("*.py"))
+SMALLER = {"09_gpt2_small_on_four_ranks.py": ("--layers", "1", "--tokens", "16")}
 LIMIT = 120                                             # seconds for a run that takes one or two
 SOON = 30                                               # seconds in which a failure must have ended all ranks
 
@@ -67,7 +68,7 @@ def finish(command: list[str], cwd: Path, limit: float = LIMIT) -> subprocess.Co
 
 def start(where: str, n: int, *script: Path | str) -> list[str]:
     """The command that runs `script` on `n` ranks, as threads or under mpirun."""
-    line = [sys.executable, *map(str, script)]
+    line = [sys.executable, *map(str, script), *SMALLER.get(Path(script[-1]).name, ())]
     return [*line, "--simulate", str(n)] if where == "threads" else [*mpirun_command(n), *line]
 
 
