@@ -13,6 +13,7 @@ FUNCTIONS = {
     "arange": "start, stop",
     "argsort": "a, *, kind",
     "asarray": "a",
+    "ascontiguousarray": "a",
     "broadcast_to": "array, shape",
     "concatenate": "tup, *, axis",
     "copyto": "dst, src, *, where",

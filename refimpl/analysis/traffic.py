@@ -12,6 +12,7 @@ def step_payload(cfg: Config, mesh: Mesh, batch_size: int, seq_len: int) -> dict
          of the head, each of b·T·D; of the loss 3 numbers a token, where all targets count; b = this rank's samples
     dp   one all_reduce of the rank's gradients, and one of (loss, count)
 
+    Clipping adds one number over each axis that cuts a parameter.
     Error: ValueError for a model with gradients that are summed over tp as well (shared kv heads, norms of q and k)
     Reference: Shoeybi et al. 2019, section 3
     """

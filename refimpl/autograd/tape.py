@@ -43,7 +43,7 @@ class Tape:
 
     def leaf(self, t: Tensor) -> Tensor:
         """`t` as an input of this tape: a parameter, or (for recompute) an activation or a value made of parameters."""
-        leaf = Tensor(t.array, t.layout, self, t.name, t.cut)
+        leaf = Tensor(t.array, t.layout, self, t.name, t.cut, t.shared)
         leaf.slot = self.new_slot()
         if t.leaves and not t.name:
             leaf.made_of = (leaf,)
@@ -121,7 +121,7 @@ class Tape:
         """A leaf's gradient as a Tensor: it varies where the parameter does and is partial over the recorded axes."""
         leaf, partial = self.leaves[slot], self.reductions.get(slot, frozenset())
         g = grads[slot] if slot in grads else xp_of(leaf.array).zeros(leaf.shape, leaf.dtype)
-        return Tensor(g, Layout(leaf.varies | partial, partial))
+        return Tensor(g, Layout(leaf.varies | partial, partial), shared=leaf.shared)
 
 
 def value_and_grad(fn: Callable[[Params], Any], params: Mapping[str, Tensor], on_leaf: OnLeaf | None = None
@@ -135,7 +135,7 @@ def value_and_grad(fn: Callable[[Params], Any], params: Mapping[str, Tensor], on
     Errors:  ValueError if the result is no scalar or does not depend on any parameter
     """
     tape = Tape()
-    leaves = {name: tape.leaf(Tensor(t.array, t.layout, None, name, t.cut)) for name, t in params.items()}
+    leaves = {name: tape.leaf(Tensor(t.array, t.layout, None, name, t.cut, t.shared)) for name, t in params.items()}
     try:
         return differentiated(fn, tape, leaves, on_leaf)
     finally:
@@ -177,7 +177,7 @@ def recompute(fn: Callable, *args: Any) -> Any:
                 else Params({a.full(name): next(rest) for name in a}, a.prefix) if isinstance(a, Params) else a for a in args]
 
     def detached(t: Tensor) -> Tensor:
-        return Tensor(t.array, t.layout, None, t.name, t.cut)
+        return Tensor(t.array, t.layout, None, t.name, t.cut, t.shared)
 
     result = fn(*rebuild([detached(t) for t in flat]))
     if any(y.tape is not None for y in tensors_of(result)):

@@ -2,7 +2,7 @@
 from typing import Any, Iterator, Mapping
 
 from refimpl.array import Array
-from refimpl.autograd.layout import REPLICATED, Layout
+from refimpl.autograd.layout import NOWHERE, REPLICATED, Layout
 
 
 class Tensor:
@@ -14,14 +14,16 @@ class Tensor:
     slot    its place on that tape
     name    a parameter's full name, "" for anything else
     cut     {mesh axis: numpy axis} along which it is cut, where known: it tells `linear` that a product is a partial sum
+    shared  mesh axes over which the ranks' parts of a parameter overlap: its gradient is to be summed over the holders
     made_of the parameters it is made of, when it is made of parameters alone
     """
-    __slots__ = ("array", "layout", "tape", "slot", "name", "cut", "made_of")
+    __slots__ = ("array", "layout", "tape", "slot", "name", "cut", "shared", "made_of")
 
     def __init__(self, array: Array, layout: Layout = REPLICATED, tape: Any = None, name: str = "",
-                 cut: Mapping[str, int] | None = None) -> None:
+                 cut: Mapping[str, int] | None = None, shared: frozenset[str] = NOWHERE) -> None:
         self.array, self.layout, self.tape, self.name = array, layout, tape, name
         self.cut: Mapping[str, int] = cut or {}
+        self.shared = shared
         self.slot = -1
         self.made_of: tuple["Tensor", ...] = ()
 

@@ -1,5 +1,5 @@
 """What a model is told about one call besides its parameters: the mesh, which samples and positions, and the dropout stream."""
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,6 +19,11 @@ class Context:
     mask: Mask = CAUSAL
     seed: int = 0
     step: int | None = None
+
+    def within(self, window: int | None) -> "Context":
+        """The same, for a layer whose queries see `window` keys (None: all that the mask shows)."""
+        windows = [w for w in (window, self.mask.window) if w is not None]
+        return replace(self, mask=replace(self.mask, window=min(windows))) if windows else self
 
 
 def drop(x: Tensor, p: Params, cfg: Config, ctx: Context) -> Tensor:

@@ -5,8 +5,6 @@ vocabulary here: each rank has V/tp words of the embedding and of the head.
 Shape letters: B batch, T positions, D model, V vocabulary (padded, where the configuration says so).
 Reference: Radford et al. 2019 (GPT-2), Touvron et al. 2023 (LLaMA).  HF GPT2LMHeadModel, LlamaForCausalLM
 """
-from dataclasses import replace
-
 import numpy as np
 
 from refimpl.autograd import Params, Tensor, scoped
@@ -57,7 +55,7 @@ def logits(tokens: Tensor, p: Params, cfg: Config, ctx: Context) -> Tensor:
         raise ValueError(f"{tokens.shape[1]} positions, the model has max_seq_len {cfg.max_seq_len}")
     x = embed(tokens, p, cfg, ctx)
     for i in range(cfg.n_layers):
-        x = block(x, p / f"layers.{i}", cfg, replace(ctx, mask=replace(ctx.mask, window=cfg.window(i))))
+        x = block(x, p / f"layers.{i}", cfg, ctx.within(cfg.window(i)))
     return head(x, p, cfg, ctx)
 
 

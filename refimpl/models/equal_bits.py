@@ -14,9 +14,9 @@ are, and let each rank do its share of the 8 in the same way:
     with EqualBits(cfg, mesh):
         gradients(params, batches, cfg, mesh)
 
-Equal are the loss, the logits and all gradients, on one machine with one BLAS thread.  It costs smaller products, three
-all_reduces instead of one in the backward pass of an attention layer, and sums in a fixed order (mpi_examples/10_equal_bits.py
-measures it).
+Equal are the loss, the logits and all gradients, on one machine with one BLAS thread and the same number of dp ranks.  It costs
+smaller products, copies of their parts, sums in a fixed order, and in the backward pass three all_reduces instead of one for an
+attention layer, two for a gated MLP (mpi_examples/10_equal_bits.py measures it).
 """
 from typing import Any, Callable
 
@@ -28,7 +28,7 @@ from refimpl.parallel.collectives import cut_in
 
 
 class EqualBits(Frame):
-    """A frame in which the cut products of a model are made of `pieces` parts in all, on whatever mesh.
+    """A frame in which the cut products of a model are made of `pieces` parts in all, on any number of tp ranks.
 
     Error: ValueError where the tp ranks do not share the pieces out evenly, or the model is not cut into as many equal parts,
            or sums over ranks are not made in a fixed order
@@ -36,14 +36,14 @@ class EqualBits(Frame):
 
     def __init__(self, cfg: Config, mesh: Mesh, pieces: int = 8) -> None:
         size = mesh.tp.size
+        if pieces < 1 or pieces & (pieces - 1) or pieces % size:
+            raise ValueError(f"equal bits need a power of two of pieces, and as many tp ranks or a half, a quarter ... of it: "
+                             f"got {pieces} and tp={size}")
         for name in ("n_heads", "n_kv_heads", "d_ff", "padded_vocab"):
             if getattr(cfg, name) % pieces:
                 more = " (vocab_multiple pads it)" if name == "padded_vocab" else ""
                 raise ValueError(f"equal bits in {pieces} pieces need a multiple of {pieces} as {name}, got "
                                  f"{getattr(cfg, name)}{more}")
-        if pieces & (pieces - 1) or pieces % size:
-            raise ValueError(f"equal bits need a power of two of pieces, and as many tp ranks or a half, a quarter ... of it: "
-                             f"got {pieces} and tp={size}")
         if size > 1 and mesh.tp.order != "fixed":
             raise ValueError("equal bits need sums in a fixed order: Mesh(..., comm=comm.fixed_order())")
         self.own, self.comm = pieces // size, mesh.tp

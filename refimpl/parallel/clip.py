@@ -9,9 +9,9 @@ from typing import Mapping
 import numpy as np
 
 from refimpl.array import xp_of
-from refimpl.autograd import LayoutError, Tensor, seam
+from refimpl.autograd import Tensor, seam
 from refimpl.comm import Mesh
-from refimpl.parallel.cuts import Cut, Placement, own
+from refimpl.parallel.cuts import Cut, Placement, own, require_reduced
 
 
 def gradient_norm(grads: Mapping[str, Tensor], table: Mapping[str, Placement], mesh: Mesh) -> float:
@@ -22,9 +22,7 @@ def gradient_norm(grads: Mapping[str, Tensor], table: Mapping[str, Placement], m
     """
     squares = {"": 0.0}                                 # by the mesh axis of the cut
     for name, g in grads.items():
-        if g.partial:
-            raise LayoutError(f"the gradient of {name} is partial over {'+'.join(sorted(g.partial))}: reduce_gradients first, "
-                              f"the norm of a sum is not the sum of norms")
+        require_reduced(name, g)
         place = table[name]
         mine = g.array[own(place, g.shape, mesh)].reshape(-1).astype("float64")
         axis = place.over if isinstance(place, Cut) else ""

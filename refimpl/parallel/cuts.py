@@ -8,7 +8,8 @@ from typing import Mapping, TypeGuard
 import numpy as np
 
 from refimpl.array import Array, xp_of
-from refimpl.autograd import Layout, Tensor
+from refimpl.autograd import Layout, LayoutError, Tensor
+from refimpl.autograd.layout import NOWHERE
 from refimpl.comm import Comm, Mesh, shares
 
 
@@ -90,7 +91,8 @@ def parameter(name: str, local: Array, placement: Placement) -> Tensor:
     """This rank's part as a named Tensor that knows its cut."""
     if isinstance(placement, Replicated):
         return Tensor(local, name=name)
-    return Tensor(local, Layout(frozenset({placement.over})), name=name, cut={placement.over: placement.axis})
+    over = frozenset({placement.over})
+    return Tensor(local, Layout(over), None, name, {placement.over: placement.axis}, over if overlap(placement) else NOWHERE)
 
 
 def shard(tensors: Mapping[str, Array], table: Mapping[str, Placement], mesh: Mesh) -> dict[str, Tensor]:
@@ -102,9 +104,11 @@ def gather(tensors: Mapping[str, Tensor], table: Mapping[str, Placement], mesh: 
     """The global arrays, on every rank (of parameters, or of gradients that have been reduced).
 
     Where parts overlap, the lowest holder's elements stand.
+    Error: LayoutError for a gradient that still has to be reduced
     """
     out = {}
     for name, t in tensors.items():
+        require_reduced(name, t)
         p = table[name]
         if isinstance(p, Replicated):
             out[name] = t.array
@@ -118,3 +122,10 @@ def gather(tensors: Mapping[str, Tensor], table: Mapping[str, Placement], mesh: 
             end, first = max(end, stop), first + size
         out[name] = joined if len(mine) == first else np.moveaxis(np.moveaxis(joined, p.axis, 0)[np.array(mine)], 0, p.axis)
     return out
+
+
+def require_reduced(name: str, grad: Tensor) -> None:
+    """Error: LayoutError for a gradient that is a part of a sum yet, over ranks or over the holders of a shared part."""
+    axes = grad.partial | (grad.shared if not grad.name else NOWHERE)
+    if axes:
+        raise LayoutError(f"the gradient of {name} is partial over {'+'.join(sorted(axes))}: reduce_gradients first")

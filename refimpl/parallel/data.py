@@ -1,9 +1,9 @@
 """The gradient rule: what is summed over which ranks, when, and the one division.
 
-A gradient says itself over which mesh axes it is still partial (the layout tag recorded it).  Where parts of a parameter
-overlap (a kv head whose query heads lie on two ranks), its holders sum theirs, too.  A loss is a sum over valid targets with
-its count; the step divides once, by the count over all micro-batches and ranks.  A rank without a valid target adds zero.
-Never a mean of means.
+A gradient says itself over which mesh axes it is still partial (the layout tag recorded it), and whether other ranks hold parts
+of it, too (a kv head whose query heads lie on two ranks): then what the holders have is summed as well.  A loss is a sum over
+valid targets with its count; the step divides once, by the count over all micro-batches and ranks.  A rank without a valid
+target adds zero.  Never a mean of means.
 
     reduction = Reduction(mesh, placements(cfg, mesh))
     _, grads = value_and_grad(loss, params, on_leaf=reduction.add)      # buckets set out while the backward pass goes on
@@ -15,7 +15,7 @@ from typing import Iterator, Mapping
 import numpy as np
 
 from refimpl.array import Array, xp_of
-from refimpl.autograd import Layout, Tensor, seam
+from refimpl.autograd import Layout, LayoutError, Tensor, seam
 from refimpl.comm import Comm, Mesh
 from refimpl.comm.transfer import Transfer
 from refimpl.parallel.cuts import Placement, Replicated, box, overlap, spread
@@ -41,10 +41,13 @@ class Reduction:
     def add(self, name: str, grad: Tensor) -> None:
         """A gradient is complete.  Starts its bucket where that is full now."""
         array, axes, place = grad.array, grad.partial, self.table.get(name, Replicated())
+        if grad.shared and not overlap(place):
+            raise LayoutError(f"the parts of {name} overlap over {'+'.join(sorted(grad.shared))}, so its holders sum their "
+                              f"gradients: give the table of placements")
         if name in self.before:
             array = self.before[name].array + array
         self.grads[name] = Tensor(array, Layout(grad.varies - axes))
-        if overlap(place):                              # in its place in a whole of zeros, which its holders sum
+        if overlap(place):                              # in its place in a whole of zeros, which all ranks of the cut sum
             array, axes = spread(array, place, self.mesh), axes | {place.over}
         comm = self.mesh.comm(*axes) if axes else None
         if comm and comm.size > 1:

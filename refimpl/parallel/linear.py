@@ -12,7 +12,7 @@ products that check the cut; f (`copy_to`) before the first and g (`reduce_from`
 where a reader looks for them.  Reference: Shoeybi et al. 2019 (Megatron-LM), section 3.
 
 Bits: a product over a part of the columns is rounded like the same columns of the whole on most, but not all, widths, and sums
-of parts depend on how many there are.  With `pieces` (see models/equal_bits.py) both are the same on 1, 2, 4 ... ranks.
+of parts depend on how many there are.  Made of `pieces` (see models/equal_bits.py) both are the same on 1, 2, 4 ... ranks.
 """
 from refimpl.array import in_pairs, xp_of
 from refimpl.autograd import LayoutError, Tensor, op
@@ -38,7 +38,7 @@ def layout_where(name, axis):
 
 
 @op(linearity="each", named_by=1, layout=layout_where("column_parallel_linear", 1), cut=linear_cut)
-def column_parallel_linear(x, w, b=None, pieces=1):
+def column_parallel_linear(x, w, b=None, pieces=0):
     """This rank's columns of x @ w + b.
 
     Equation:   y = x·w + b
@@ -61,12 +61,12 @@ def column_parallel_linear(x, w, b=None, pieces=1):
         parts = cut(dy2, pieces, 1)
         dx = in_pairs(product(part, own.T) for part, own in zip(parts, cut(w, pieces, 1)))
         dw = joined([product(x.reshape(N, D).T, part) for part in parts], 1)
-        return dx.reshape(x.shape), dw, column_sum(dy2) if biased else None
+        return dx.reshape(x.shape), dw, joined([column_sum(part) for part in parts], 0) if biased else None
     return y, vjp
 
 
 @op(linearity="each", named_by=1, layout=layout_where("row_parallel_linear", 0), cut=linear_cut)
-def row_parallel_linear(x, w, pieces=1):
+def row_parallel_linear(x, w, pieces=0):
     """This rank's part of the sum x @ w.  A bias is added once, after the reduction.
 
     Equation:   y = x·w,  a part of the sum over ranks
@@ -89,13 +89,13 @@ def row_parallel_linear(x, w, pieces=1):
 
 
 def check_pieces(op_name, pieces, w, axis):
-    if pieces < 1 or w.shape[axis] % pieces:
+    if pieces < 0 or pieces and w.shape[axis] % pieces:
         raise ValueError(f"{op_name}: axis {axis} of w{list(w.shape)} cannot be cut into {pieces} equal pieces")
 
 
 def cut(x, n, axis):
-    """x in n equal parts along `axis`."""
-    return cut_in(x, axis, (x.shape[axis] // n,) * n)
+    """x in n equal parts along `axis`, each in C order: for a strided array BLAS has other kernels.  n = 0: x as it is."""
+    return [xp_of(x).ascontiguousarray(part) for part in cut_in(x, axis, (x.shape[axis] // n,) * n)] if n else [x]
 
 
 def joined(parts, axis):

@@ -17,14 +17,13 @@ from refimpl.ops import slice_axis
 from refimpl.ops.indexing import check_ids, sum_by_id
 from refimpl.ops.losses import IGNORE, cross_entropy_sum
 from refimpl.parallel.collectives import gather_from
+from refimpl.parallel.cuts import even_bounds
 from refimpl.parallel.layouts import rule
 
 
 def own_rows(comm, n_rows):
     """(start, stop): the rows of rank `comm.rank`, as Cut.even shares them out."""
-    sizes = shares(n_rows, comm.size)
-    start = sum(sizes[:comm.rank])
-    return start, start + sizes[comm.rank]
+    return even_bounds(n_rows, comm.size)[comm.rank]
 
 
 def lookup_layout(args, static):
@@ -90,7 +89,7 @@ RULE = rule("vocab_parallel_cross_entropy", "varying", "replicated",
 
 
 @op(values=slice(1), collective=True, layout=loss_layout, cut=lambda args, static, y: {})
-def vocab_parallel_cross_entropy(logits, targets, comm=None, n_words=0, n_rows=None, pieces=1, ignore_index=IGNORE,
+def vocab_parallel_cross_entropy(logits, targets, comm=None, n_words=0, n_rows=None, pieces=0, ignore_index=IGNORE,
                                  smoothing=0.0, smoothing_over="all", z_loss=0.0):
     """`cross_entropy` of logits whose columns are cut over the ranks.
 
@@ -109,10 +108,10 @@ def vocab_parallel_cross_entropy(logits, targets, comm=None, n_words=0, n_rows=N
     if logits.shape[-1:] != (stop - start,):
         raise ValueError(f"vocab_parallel_cross_entropy: logits{list(logits.shape)} must be [..., {stop - start}] on rank "
                          f"{comm.rank} of {comm.size}")
-    if pieces < 1 or (stop - start) % pieces:
+    if pieces < 0 or pieces and (stop - start) % pieces:
         raise ValueError(f"vocab_parallel_cross_entropy: {stop - start} columns cannot be cut into {pieces} equal pieces")
-    return cross_entropy_sum(logits, targets, n_words, start, comm.all_reduce, pieces, ignore_index, smoothing, smoothing_over,
-                             z_loss)
+    return cross_entropy_sum(logits, targets, n_words, start, comm.all_reduce, pieces or 1, ignore_index, smoothing,
+                             smoothing_over, z_loss)
 
 
 def gather_vocab(logits, comm=None, n_words=0, n_rows=None):

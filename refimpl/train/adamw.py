@@ -3,7 +3,8 @@ import math
 from typing import Mapping
 
 from refimpl.array import Array, xp_of
-from refimpl.autograd import LayoutError, Tensor, seam
+from refimpl.autograd import Tensor, seam
+from refimpl.parallel.cuts import require_reduced
 
 
 @seam
@@ -28,6 +29,8 @@ class AdamW:
                  weight_decay: float = 0.1) -> None:
         if not (lr > 0 and math.isfinite(lr)):
             raise ValueError(f"the learning rate must be a positive number, got {lr}")
+        if not 0 <= weight_decay < math.inf:
+            raise ValueError(f"weight_decay must be finite and at least 0, got {weight_decay}")
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
         self.t = 0
         self.m: dict[str, Array] = {}
@@ -39,12 +42,10 @@ class AdamW:
         out = {}
         for name, p in params.items():
             g = grads[name]
-            if g.partial:
-                raise LayoutError(f"the gradient of {name} is partial over {'+'.join(sorted(g.partial))}: reduce_gradients "
-                                  f"first, the update of a sum is not the sum of updates")
+            require_reduced(name, g)
             zero = xp_of(p.array).zeros(p.shape, p.dtype)
             decay = self.weight_decay if len(p.shape) > 1 else 0.0
             new, self.m[name], self.v[name] = adamw(p.array, g.array, self.m.get(name, zero), self.v.get(name, zero), t=self.t,
                                                     lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=decay)
-            out[name] = Tensor(new, p.layout, name=name, cut=p.cut)
+            out[name] = Tensor(new, p.layout, None, name, p.cut, p.shared)
         return out

@@ -1,4 +1,4 @@
-"""One training step: forward and backward of every micro-batch, one reduction, one division, one update."""
+"""The gradient of one training step: forward and backward of every micro-batch, one sum over ranks, one division."""
 from dataclasses import dataclass
 from typing import Iterable, Mapping
 
@@ -29,6 +29,8 @@ def gradients(params: Mapping[str, Tensor], batches: Iterable[Batch], cfg: Confi
     """
     total = count = 0.0
     table, grads, micro_batches = placements(cfg, mesh), dict[str, Tensor](), list(batches)
+    if not micro_batches:
+        raise ValueError("a step needs one micro-batch at least, got none")
     for batch in micro_batches:
         ctx = Context(mesh, batch.rows, np.arange(batch.tokens.shape[1]), seed=seed, step=step)
         tokens = Tensor(batch.tokens, OVER_SAMPLES)

@@ -1,10 +1,13 @@
 """Localises dropout masks that depend on the mesh, repeat from step to step, or are the same in two places of the model."""
+from dataclasses import replace
+
 import numpy as np
 
 from refimpl.autograd import Params, Tensor
 from refimpl.comm import Mesh, shares
 from refimpl.models import Config, Context
 from refimpl.models.context import drop
+from refimpl.ops import Mask
 
 CFG = Config(vocab_size=5, n_layers=1, n_heads=2, d_model=16, max_seq_len=32, dropout=0.25)
 B, T = 6, 8
@@ -57,3 +60,10 @@ def test_without_a_step_or_a_rate_nothing_happens():
     without = Config(vocab_size=5, n_layers=1, n_heads=2, d_model=16, max_seq_len=32)
     for cfg, step in ((CFG, None), (without, 3)):
         assert drop(x, Params({}, "embed"), cfg, Context(Mesh(), np.arange(1), np.arange(2), step=step)) is x
+
+
+def test_a_layers_window_narrows_the_masks_and_never_widens_it():
+    ctx = Context(Mesh(), np.arange(1), np.arange(4))
+    narrow = replace(ctx, mask=Mask(causal=True, window=2))
+    assert ctx.within(None) is ctx and ctx.within(3).mask == Mask(causal=True, window=3)
+    assert narrow.within(None).mask.window == narrow.within(3).mask.window == 2 and narrow.within(1).mask.window == 1

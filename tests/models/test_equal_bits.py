@@ -13,19 +13,21 @@ from refimpl.train import Batch, gradients
 GPT2 = Config(vocab_size=250, n_layers=2, n_heads=8, d_model=64, max_seq_len=32, vocab_multiple=8, dropout=0.1)
 LLAMA = Config(vocab_size=256, n_layers=2, n_heads=16, n_kv_heads=8, d_model=96, d_ff=136, max_seq_len=32, norm="rms_norm",
                positions="rope", ffn="swiglu", biases=(), tied=False, qk_norm=True, soft_cap=5.0)
-FORMS = {"gpt2": GPT2, "llama": LLAMA}
+NARROW = Config(vocab_size=8, n_layers=1, n_heads=8, d_model=16, d_ff=8, max_seq_len=32, head_dim=1)     # pieces of one column
+FORMS = {"gpt2": GPT2, "llama": LLAMA, "narrow": NARROW}
 TEXT = np.random.default_rng(0).integers(0, 250, (4, 33))
 
 
-def bits(cfg, comm, dtype, equal=True):
+def bits(cfg, comm, dtype, equal=True, B=4, T=32):
     """Of the loss, the logits and every global gradient."""
+    text = TEXT[:B, :T + 1] % cfg.vocab_size
     mesh = Mesh(tp=comm.size, comm=comm.fixed_order())
     params = init(cfg, mesh, 0, dtype)
-    batch = Batch(np.arange(4), TEXT[:, :-1], TEXT[:, 1:])
+    batch = Batch(np.arange(B), text[:, :-1], text[:, 1:])
 
     def run():
-        ctx = Context(mesh, np.arange(4), np.arange(32))
-        logits = decoder.forward(Tensor(TEXT[:, :-1], Layout(frozenset({"dp"}))), Params(params), cfg, ctx)
+        ctx = Context(mesh, np.arange(B), np.arange(T))
+        logits = decoder.forward(Tensor(text[:, :-1], Layout(frozenset({"dp"}))), Params(params), cfg, ctx)
         return gradients(params, [batch], cfg, mesh, seed=0, step=3), logits.array
     if equal:
         with EqualBits(cfg, mesh):
@@ -37,19 +39,20 @@ def bits(cfg, comm, dtype, equal=True):
 
 
 @functools.cache
-def serial(form, dtype):
-    return run_threads(1, lambda comm: bits(FORMS[form], comm, dtype))[0]
+def serial(form, dtype, B, T):
+    return run_threads(1, lambda comm: bits(FORMS[form], comm, dtype, True, B, T))[0]
 
 
+@pytest.mark.parametrize("B, T", ((4, 32), (2, 5), (1, 1)))
 @pytest.mark.parametrize("dtype", ("float64", "float32"))
 @pytest.mark.parametrize("form", FORMS)
-def test_loss_logits_and_gradients_have_the_bits_of_one_rank(ranks, form, dtype):
+def test_loss_logits_and_gradients_have_the_bits_of_one_rank(ranks, form, dtype, B, T):
     """Under MPI, too: those of one thread."""
-    want = serial(form, dtype)
+    want = serial(form, dtype, B, T)
 
     def check(comm: Comm):
         if comm.size in (1, 2, 4, 8):
-            got = bits(FORMS[form], comm, dtype)
+            got = bits(FORMS[form], comm, dtype, True, B, T)
             assert [name for name in want if got[name] != want[name]] == []
     ranks.run(check)
 
@@ -74,11 +77,14 @@ def test_what_cannot_be_cut_into_equal_pieces_is_refused(ranks):
         if comm.size in (3, 5, 6, 7):
             with pytest.raises(ValueError, match=f"got 8 and tp={comm.size}"):
                 EqualBits(GPT2, mesh)
-        elif comm.size > 1:
+            return
+        if comm.size > 1:
             with pytest.raises(ValueError, match=r"need sums in a fixed order: Mesh\(..., comm=comm.fixed_order\(\)\)"):
                 EqualBits(GPT2, loose)
         with pytest.raises(ValueError, match="need a multiple of 8 as padded_vocab, got 250"):
             EqualBits(Config(vocab_size=250, n_layers=1, n_heads=8, d_model=64, max_seq_len=32), mesh)
         with pytest.raises(ValueError, match="need a multiple of 8 as n_kv_heads, got 4"):
             EqualBits(Config(vocab_size=256, n_layers=1, n_heads=8, n_kv_heads=4, d_model=64, max_seq_len=32), mesh)
+        with pytest.raises(ValueError, match="need a power of two of pieces, .*: got 0 and tp="):
+            EqualBits(GPT2, mesh, pieces=0)
     ranks.run(check)

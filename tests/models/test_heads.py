@@ -8,14 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from refimpl.autograd import Params, Tensor, value_and_grad
+from refimpl.autograd import LayoutError, Params, Tensor, value_and_grad
 from refimpl.comm import Comm, Mesh, run_threads
 from refimpl.comm.paper import paper_mesh
 from refimpl.models import Config, Context, parameters, placements
 from refimpl.models.attention import attention
 from refimpl.models.placements import heads, kv_of_head
 from refimpl.ops import sum as total
-from refimpl.parallel import Placement, Reduction, gather, reduce_gradients, shard
+from refimpl.parallel import Cut, Placement, Reduction, gather, gradient_norm, reduce_from, reduce_gradients, shard
+from refimpl.train import AdamW
 
 D, K, B, T = 12, 2, 2, 5
 SERIAL = Mesh()
@@ -193,3 +194,18 @@ def test_the_gradient_of_a_shared_head_is_the_sum_over_its_queries_on_all_its_ho
         assert (summed["layers.0.attn.v.w"].array == 9).all()           # three queries, wherever they lie
         assert gather(summed, table, mesh)["layers.0.attn.v.w"].tolist() == [[9, 9]]
     ranks.run(check)
+
+
+def test_gradients_of_shared_heads_are_not_reduced_nor_used_without_the_table():
+    """Two ranks hold the middle one of three heads: their parts of its gradient must not be taken for the whole."""
+    def on_rank(comm):
+        mesh = Mesh(tp=2, comm=comm)
+        table = {"w": Cut(0, ((0, 2), (1, 3)))}
+        params = shard({"w": np.arange(3.0)}, table, mesh)
+        _, grads = value_and_grad(lambda p: reduce_from(total(p["w"], axis=0), comm=mesh.tp), params)
+        for call in (lambda: reduce_gradients(grads, mesh), lambda: gather(grads, table, mesh),
+                     lambda: gradient_norm(grads, table, mesh), lambda: AdamW(0.1).step(params, grads)):
+            with pytest.raises(LayoutError, match="overlap over tp, so its holders|is partial over tp: reduce_gradients first"):
+                call()
+        assert gather(reduce_gradients(grads, mesh, table), table, mesh)["w"].tolist() == [1, 2, 1]
+    run_threads(2, on_rank)

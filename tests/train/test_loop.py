@@ -1,15 +1,18 @@
 """Localises faults of the loop: what it logs, what it saves, and what it says when the loss is gone."""
 import json
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from refimpl import tensorfile
 from refimpl.analysis import step_payload
-from refimpl.comm import Mesh
+from refimpl.autograd import Tensor
+from refimpl.comm import Mesh, run_threads
 from refimpl.golden import compare, gauge_scales
 from refimpl.models import Config, init, parameters
-from refimpl.train import Options, train
+from refimpl.train import AdamW, Options, train
 
 CFG = Config(vocab_size=17, n_layers=2, n_heads=4, d_model=8, max_seq_len=6)
 CORPUS = np.arange(300) * 31 % 97 % 17
@@ -104,3 +107,61 @@ def test_a_lost_loss_stops_with_its_step(monkeypatch):
 def test_senseless_options_are_refused(name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         Options(**{name: 0})
+
+
+def test_clipping_is_that_of_the_whole_gradient_on_every_mesh(ranks):
+    """At this bound every step is clipped; the loss of the second tells whether the first was."""
+    clipped = train(CORPUS, CFG, replace(OPTIONS, clip=0.01), Mesh())
+    free = train(CORPUS, CFG, OPTIONS, Mesh())
+
+    def check(mesh):
+        if mesh.tp.size <= 4:
+            result = train(CORPUS, CFG, replace(OPTIONS, clip=0.01), mesh)
+            np.testing.assert_allclose(result.losses, clipped.losses, rtol=1e-12)
+    # AdamW takes no notice of a constant factor but for eps, so the factors of the steps have to differ
+    assert clipped.losses[0] == free.losses[0] and clipped.losses[2] != free.losses[2]
+    ranks.run_meshes(check)
+
+
+def test_the_norm_is_logged_and_one_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
+    train(CORPUS, CFG, replace(OPTIONS, clip=0.5), Mesh(), tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert all(line["norm"] > 0 for line in lines[1:])
+    monkeypatch.setattr("refimpl.train.loop.gradient_norm", lambda *args: float("inf"))
+    with pytest.raises(ArithmeticError, match="the gradient's norm is inf at step 1: try a smaller learning rate than 0.001"):
+        train(CORPUS, CFG, replace(OPTIONS, clip=0.5), Mesh())
+
+
+@pytest.mark.parametrize("every, found", ((1, True), (2, True), (3, False), (0, False)))
+def test_copies_are_compared_at_the_start_and_every_so_many_steps(monkeypatch, every, found):
+    """From the second update on, rank 1's copy of a bias is another; there are three steps, of which the third sees it."""
+    def run(comm):
+        class Drifting(AdamW):
+            def step(self, params, grads):
+                out = super().step(params, grads)
+                if self.t == 2 and comm.rank == 1:
+                    t = out["norm.b"]
+                    out["norm.b"] = Tensor(t.array + 1e-15, t.layout, name="norm.b")
+                return out
+        optimizers[comm.rank] = Drifting
+        if not found:
+            return train(CORPUS, CFG, replace(OPTIONS, check_replicas=every), Mesh(dp=2, comm=comm)).losses
+        with pytest.raises(ArithmeticError, match="the copies of norm.b are not the same: rank 1 differs from rank 0"):
+            train(CORPUS, CFG, replace(OPTIONS, check_replicas=every), Mesh(dp=2, comm=comm))
+    optimizers = {}
+    monkeypatch.setattr("refimpl.train.loop.AdamW", lambda *args, **kwargs: optimizers[rank_of_this_thread()](*args, **kwargs))
+    numbers = {}
+
+    def rank_of_this_thread():
+        return numbers[threading.get_ident()]
+
+    def on_rank(comm):
+        numbers[threading.get_ident()] = comm.rank
+        run(comm)
+    run_threads(2, on_rank)
+
+
+@pytest.mark.parametrize("name, value", (("clip", -1.0), ("clip", float("nan")), ("check_replicas", -1)))
+def test_options_that_cannot_be_are_named(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be finite and at least 0, got {value}"):
+        Options(**{name: value})
