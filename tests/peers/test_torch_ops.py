@@ -135,7 +135,7 @@ TORCH = {
     "einsum": lambda a, b, spec: torch.einsum(spec, a, b),
     "softmax": softmax, "log_softmax": lambda x: F.log_softmax(x, dim=-1),
     "logsumexp": lambda x, keepdims=False: torch.logsumexp(x, dim=-1, keepdim=keepdims),
-    "layer_norm": lambda x, g, b, eps=1e-5: F.layer_norm(x, g.shape, g, b, eps),
+    "layer_norm": lambda x, g, b=None, eps=1e-5: F.layer_norm(x, g.shape, g, b, eps),
     "rms_norm": lambda x, w, eps=1e-6, gain="w": F.rms_norm(x, w.shape, w if gain == "w" else 1 + w, eps),
     "attention": attention, "cross_entropy": cross_entropy, "rope": rope, "depthwise_conv": causal_conv, "fft_conv": long_conv,
     "embedding": lambda w, ids: F.embedding(ids, w), "gather": lambda x, ids: torch.index_select(x, 0, ids),
