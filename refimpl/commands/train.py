@@ -89,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
     comm = world()
     options = from_arguments(Options, args)
     cfg = from_arguments(Config, args, vocab_size=ByteTokenizer.vocab_size)
+    if args.sample < 0 or not 0 <= args.temperature < float("inf"):
+        raise ValueError(f"--sample and --temperature must be at least 0, got {args.sample} and {args.temperature}")
     if options.seq_len > cfg.max_seq_len:
         raise ValueError(f"seq_len {options.seq_len} is longer than the model's max_seq_len {cfg.max_seq_len}")
     tokenizer = ByteTokenizer()

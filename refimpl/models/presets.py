@@ -34,6 +34,8 @@ PRESETS = {
     "gpt2-medium": gpt2(24, 1024),
     "gpt2-large": gpt2(36, 1280),
     "gpt2-xl": gpt2(48, 1600),
+    **{f"megatron-{size}": gpt2(n_layers, d_model, n_heads=d_model // 96, vocab_multiple=1024) for size, n_layers, d_model in (
+        ("1.2b", 40, 1536), ("2.5b", 54, 1920), ("4.2b", 64, 2304), ("8.3b", 72, 3072))},        # Shoeybi et al. 2019, table 1
     "gpt3": gpt2(96, 12288, n_heads=96, max_seq_len=2048, dropout=0.0),         # Brown et al. 2020, table 2.1; all layers dense
     "llama-7b": llama(32, 4096),
     "llama-13b": llama(40, 5120),

@@ -134,6 +134,8 @@ PUBLISHED = {
     "gpt3": 174_604_259_328,
     "llama-7b": 6_738_415_616, "llama-13b": 13_015_864_320, "llama-33b": 32_528_943_616, "llama-65b": 65_285_660_672,
     "llama2-70b": 68_976_648_192, "mistral-7b": 7_241_732_096, "smollm2-135m": 134_515_008,
+    "megatron-1.2b": 1_213_479_936, "megatron-2.5b": 2_490_408_960, "megatron-4.2b": 4_199_109_120,
+    "megatron-8.3b": 8_317_040_640,                                        # with the padded vocabulary of 51,200
     "gemma-2b": 1_981_884_416 + EMBEDDING["gemma-2b"], "gemma-7b": 7_751_248_896 + EMBEDDING["gemma-7b"],
 }
 
