@@ -1,6 +1,7 @@
 """Localises options of the decoder, and ways to cut it, that give another loss, gradient, norm or update than one rank does.
 
-Every option of Config is in at least one model, and every model is trained for three steps on every mesh.
+Every option of Config is in at least one model.  Every model is trained for three steps on every mesh, with dropout or without,
+in one micro-batch or three: in turn, so that each model has all four on some meshes.
 """
 import functools
 from dataclasses import fields
@@ -10,6 +11,7 @@ import pytest
 
 from refimpl.autograd import Record
 from refimpl.comm import Mesh, shares
+from refimpl.comm.paper import paper_mesh
 from refimpl.models import Config, parameters, placements
 from refimpl.models.config import BIASED, CHOICES
 from refimpl.parallel import check_replicas, clip, gather, gradient_norm, shard
@@ -21,38 +23,41 @@ LLAMA = {"norm": "rms_norm", "positions": "rope", "ffn": "swiglu", "biases": (),
 SERIAL = Mesh()
 LR, EPS, STEPS, CLIP = 1e-3, 1e-8, 3, 0.5
 
-# options of a model, whether with dropout, micro-batches of a step
 MODELS = {
-    "gpt2": ({"head_dim": 3}, True, 3),
-    "llama, grouped heads": ({"head_dim": 4, "n_kv_heads": 2, "d_ff": 20} | LLAMA, False, 1),
-    "9 query and 3 kv heads": ({"n_heads": 9, "n_kv_heads": 3, "head_dim": 2, "d_ff": 19} | LLAMA, True, 1),
-    "12 query and 4 kv heads": ({"n_heads": 12, "n_kv_heads": 4, "head_dim": 2, "rope_pairing": "interleaved"} | LLAMA,
-                                False, 3),
-    "windows": ({"head_dim": 4, "n_kv_heads": 4, "windows": (3, 0), "rope_theta": 100.0} | LLAMA, True, 3),
-    "gemma, one kv head": ({"head_dim": 6, "n_kv_heads": 1, "embed_scale": 24 ** 0.5, "vocab_multiple": 8} | LLAMA | {
-        "norm": "rms_norm_1+w", "ffn": "geglu_tanh", "tied": True, "soft_cap": 3.0}, False, 1),
-    "more padding than words of a rank": ({"vocab_multiple": 32, "eps": 1e-3, "ffn": "gelu_erf"}, False, 3),
-    "post-norm": ({"norm_place": "post", "ffn": "relu", "positions": "none", "biases": BIASED, "tied": False}, True, 1),
-    "norms of q and k": ({"qk_norm": True, "ffn": "geglu_erf", "positions": "rope", "head_dim": 4, "biases": ("norm",)},
-                         True, 1),
-    "norms without bias": ({"qk_norm": True, "ffn": "gelu_tanh", "biases": ("qkv", "mlp", "head")}, False, 3),
+    "gpt2": {"head_dim": 3},
+    "llama, grouped heads": {"head_dim": 4, "n_kv_heads": 2, "d_ff": 20} | LLAMA,
+    "9 query and 3 kv heads": {"n_heads": 9, "n_kv_heads": 3, "head_dim": 2, "d_ff": 19} | LLAMA,
+    "12 query and 4 kv heads": {"n_heads": 12, "n_kv_heads": 4, "head_dim": 2, "rope_pairing": "interleaved"} | LLAMA,
+    "windows": {"head_dim": 4, "n_kv_heads": 4, "windows": (3, 0), "rope_theta": 100.0} | LLAMA,
+    "gemma, one kv head": {"head_dim": 6, "n_kv_heads": 1, "embed_scale": 24 ** 0.5, "vocab_multiple": 8} | LLAMA | {
+        "norm": "rms_norm_1+w", "ffn": "geglu_tanh", "tied": True, "soft_cap": 3.0},
+    "more padding than words of a rank": {"vocab_multiple": 32, "eps": 1e-3, "ffn": "gelu_erf"},
+    "post-norm": {"norm_place": "post", "ffn": "relu", "positions": "none", "biases": BIASED, "tied": False},
+    "norms of q and k": {"qk_norm": True, "ffn": "geglu_erf", "positions": "rope", "head_dim": 4, "biases": ("norm",)},
+    "norms without bias": {"qk_norm": True, "ffn": "gelu_tanh", "biases": ("qkv", "mlp", "head")},
 }
+VARIANTS = [(rate, accumulate) for accumulate in (1, 3) for rate in (0.0, 0.25)]       # dropout, micro-batches of a step
 
 
-def config(name):
-    options, dropped, _ = MODELS[name]
-    return Config(**SIZES | options, dropout=0.25 if dropped else 0.0)
+def config(name, dropout=0.0):
+    return Config(**SIZES | MODELS[name], dropout=dropout)
+
+
+def variant(name, mesh):
+    return VARIANTS[(list(MODELS).index(name) + mesh.dp.size + 2 * mesh.tp.size) % 4]
 
 
 def test_every_option_is_in_a_model():
     models = [config(name) for name in MODELS]
     for f in fields(Config):
-        if f.name not in ("vocab_size", "n_layers", "d_model", "max_seq_len"):
+        if f.name not in ("vocab_size", "n_layers", "d_model", "max_seq_len", "dropout"):
             assert len({getattr(cfg, f.name) for cfg in models}) > 1, f.name
     for name, choices in CHOICES.items():
         assert {getattr(cfg, name) for cfg in models} == set(choices), name
     assert {part for cfg in models for part in BIASED if part not in cfg.biases} == set(BIASED)
-    assert {(dropped, k) for _, dropped, k in MODELS.values()} == {(a, b) for a in (True, False) for b in (1, 3)}
+    for name in MODELS:                                 # on the meshes of up to four ranks, which MPI has, too
+        meshes = [paper_mesh(f"dp={dp},tp={tp}") for dp in (1, 2, 4) for tp in (1, 2, 4) if dp * tp <= 4]
+        assert {variant(name, mesh) for mesh in meshes} == set(VARIANTS)
 
 
 @functools.cache
@@ -75,9 +80,9 @@ def batches(mesh, accumulate):
         first += size
 
 
-def three_steps(name, mesh):
+def three_steps(name, mesh, dropout, accumulate):
     """Of each step: the loss, the count, the norm of the gradient and the global gradient; and the global parameters after."""
-    cfg, accumulate = config(name), MODELS[name][2]
+    cfg = config(name, dropout)
     table = placements(cfg, mesh)
     params, optimizer, out = shard(whole_parameters(name), table, mesh), AdamW(LR, eps=EPS, weight_decay=0.1), []
     for step in range(STEPS):
@@ -90,15 +95,15 @@ def three_steps(name, mesh):
 
 
 @functools.cache
-def serial(name):
-    return three_steps(name, SERIAL)
+def serial(name, *how):
+    return three_steps(name, SERIAL, *how)
 
 
 @functools.cache
-def gauge_scales(name):
+def gauge_scales(name, *how):
     """Of a bias that all keys share: Σ |dk| over samples and positions, the sum that makes its gradient, in absolute values."""
     with Record() as record:
-        three_steps(name, SERIAL)
+        three_steps(name, SERIAL, *how)
     sizes = {}
     for entry in record:
         if entry.dy:
@@ -115,12 +120,15 @@ def close(got, want, scale):
 def test_three_steps_are_those_of_one_rank_on_every_mesh(ranks, name):
     """Losses, gradients and norms within 1e-12 of their scale.  An update is lr·m/(√v + eps), whose error is that of the
     gradient over the gradient itself where that is small."""
-    (steps, after), scales, cfg = serial(name), gauge_scales(name), config(name)
-    rows = parameters(cfg, SERIAL)
-    smallest = {key: np.min([np.abs(grads[key]) * min(1, CLIP / norm) for _, _, norm, grads in steps], axis=0) for key in rows}
+    rows = parameters(config(name), SERIAL)
+    for how in VARIANTS:                                # before there are threads
+        serial(name, *how), gauge_scales(name, *how)
 
     def check(mesh: Mesh):
-        got_steps, got_after = three_steps(name, mesh)
+        how = variant(name, mesh)
+        (steps, after), scales = serial(name, *how), gauge_scales(name, *how)
+        smallest = {key: np.min([np.abs(g[key]) * min(1, CLIP / norm) for _, _, norm, g in steps], axis=0) for key in rows}
+        got_steps, got_after = three_steps(name, mesh, *how)
         for (loss, count, norm, grads), (want_loss, want_count, want_norm, want) in zip(got_steps, steps):
             assert count == want_count == B * T - T // 2 - 2 * T
             assert close(loss, want_loss, want_loss) and close(norm, want_norm, want_norm)
@@ -143,8 +151,8 @@ def test_a_bias_that_all_keys_share_has_no_gradient_and_no_other_parameter_has_n
     for name in MODELS:
         rows = parameters(config(name), SERIAL)
         found[name] = {key.split(".", 3)[-1] for key, row in rows.items() if row.gauge}
-        for key, scale in gauge_scales(name).items():
-            assert np.abs(serial(name)[0][0][3][key]).max() <= 1e-12 * scale
+        for key, scale in gauge_scales(name, 0.0, 1).items():
+            assert np.abs(serial(name, 0.0, 1)[0][0][3][key]).max() <= 1e-12 * scale
     assert {name for name, keys in found.items() if keys} == {"gpt2", "more padding than words of a rank", "post-norm"}
     layer_norms = Config(**SIZES, qk_norm=True)
     assert [key for key, row in parameters(layer_norms, SERIAL).items() if row.gauge] == [
