@@ -26,7 +26,9 @@ from refimpl.train import Options, train
 SMALL = Config(vocab_size=ByteTokenizer.vocab_size, n_layers=2, n_heads=4, d_model=96, max_seq_len=64)
 TRACED_STEPS = 3                                        # the first of which warms up
 HELP = {"steps": "training steps", "batch_size": "samples of a step, over all ranks and micro-batches",
-        "seq_len": "tokens of a sample", "accumulate": "micro-batches of a step", "lr": "learning rate", "seed": "seed",
+        "seq_len": "tokens of a sample", "accumulate": "micro-batches of a step", "lr": "learning rate",
+        "schedule": "constant or cosine", "warmup": "steps in which the learning rate grows to lr",
+        "floor": "where the cosine ends, as a share of lr", "seed": "seed",
         "weight_decay": "weight decay of the matrices", "dtype": "float64 or float32",
         "device": "numpy, or cupy: one GPU per local rank", "n_layers": "layers", "n_heads": "attention heads",
         "d_model": "width", "d_ff": "width of the MLP, 0: four times d_model", "dropout": "dropout rate",

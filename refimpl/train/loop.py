@@ -16,6 +16,7 @@ from refimpl.models import Config, init, placements
 from refimpl.parallel import check_replicas, clip, gather, gradient_norm
 from refimpl.train.adamw import AdamW
 from refimpl.train.data import Sampler
+from refimpl.train.schedule import SCHEDULES, learning_rate
 from refimpl.train.step import gradients
 
 
@@ -24,6 +25,7 @@ class Options:
     """How to train.
 
     batch_size      samples of a step over all ranks and micro-batches
+    lr              the learning rate; schedule, warmup and floor: see schedule.py
     clip            the largest norm of a gradient, of all parameters together; 0: any
     check_replicas  before the first of so many steps, ranks compare what they hold in common; 0: never
     """
@@ -32,6 +34,9 @@ class Options:
     seq_len: int = 64
     accumulate: int = 1
     lr: float = 1e-3
+    schedule: str = "constant"
+    warmup: int = 0
+    floor: float = 0.0
     weight_decay: float = 0.1
     clip: float = 0.0
     seed: int = 0
@@ -43,6 +48,12 @@ class Options:
         for name in ("steps", "batch_size", "seq_len", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
+        if self.warmup < 0:
+            raise ValueError(f"warmup must be at least 0, got {self.warmup}")
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"floor must be in [0, 1], got {self.floor}")
         for name in ("clip", "check_replicas"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
@@ -92,12 +103,14 @@ def train(corpus: np.ndarray, cfg: Config, options: Options, mesh: Mesh, out: Pa
         if not math.isfinite(norm):
             raise ArithmeticError(f"the gradient's norm is {norm} at step {step + 1}: try a smaller learning rate than "
                                   f"{options.lr}")
+        optimizer.lr = learning_rate(step, options.steps, options.lr, options.schedule, options.warmup, options.floor)
         params = optimizer.step(params, clip(g.grads, norm, options.clip) if options.clip else g.grads)
         elapsed = time.perf_counter() - start
         seconds += elapsed
         losses.append(g.loss)
         payload = payload_by_axis(mesh.ledger)
-        log.write(step=step + 1, loss=g.loss, seconds=round(elapsed, 6), tokens_per_second=round(tokens / elapsed, 1),
+        log.write(step=step + 1, loss=g.loss, lr=optimizer.lr, seconds=round(elapsed, 6),
+                  tokens_per_second=round(tokens / elapsed, 1),
                   **({"norm": norm} if options.clip else {}))
         if out and step == 0:
             save(out / "grads_first.safetensors", g.grads, cfg, mesh)
