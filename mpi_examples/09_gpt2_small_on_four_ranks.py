@@ -42,7 +42,7 @@ def main(comm: Comm, layers: int, tokens: int) -> None:
     table = {name: row.placement for name, row in parameters(cfg, mesh).items()}
     say(comm, who_holds_what(cfg, mesh))
 
-    params, optimizer = init(cfg, mesh, seed=0, dtype="float32"), AdamW(lr=3e-4, weight_decay=0.0)
+    params, optimizer = init(cfg, mesh, seed=0, dtype="float32"), AdamW(lr=5e-5, weight_decay=0.0)
     text = integers(stream(0, "text"), np.arange(tokens + 1)[None] % 16, below=cfg.vocab_size)         # 16 words, over and over
     losses = []
     for step in range(STEPS):
