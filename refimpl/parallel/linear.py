@@ -39,7 +39,7 @@ def layout_where(name, axis):
 
 @op(linearity="each", named_by=1, layout=layout_where("column_parallel_linear", 1), cut=linear_cut)
 def column_parallel_linear(x, w, b=None, pieces=0):
-    """This rank's columns of x @ w + b.
+    """This rank's columns of x @ w + b; `pieces` > 0: computed in so many blocks of columns.
 
     Equation:   y = x·w + b
     Shapes:     x[..., D] PerRank (after f), w[D, F/tp], b[F/tp] or None -> y[..., F/tp] Shard(-1)
@@ -67,7 +67,7 @@ def column_parallel_linear(x, w, b=None, pieces=0):
 
 @op(linearity="each", named_by=1, layout=layout_where("row_parallel_linear", 0), cut=linear_cut)
 def row_parallel_linear(x, w, pieces=0):
-    """This rank's part of the sum x @ w.  A bias is added once, after the reduction.
+    """This rank's part of the sum x @ w; `pieces` > 0: made of so many parts.  A bias is added once, after the reduction.
 
     Equation:   y = x·w,  a part of the sum over ranks
     Shapes:     x[..., F/tp] Shard(-1), w[F/tp, D] -> y[..., D] Partial
