@@ -116,3 +116,14 @@ def read(path: str | os.PathLike, names: list[str] | None = None) -> dict[str, n
             raw = np.fromfile(file, DTYPES[entry["dtype"]], math.prod(entry["shape"])).reshape(entry["shape"])
             out[name] = (raw.astype("<u4") << 16).view("<f4") if entry["dtype"] == "BF16" else raw
     return out
+
+
+def views(path: str | os.PathLike) -> dict[str, np.ndarray]:
+    """All tensors as read-only arrays that the operating system reads when they are looked at: nothing is loaded before.
+
+    bfloat16, which numpy lacks, is seen as its bits, uint16.  Errors: TensorFileError for a malformed file.
+    """
+    header, _, start = read_header(path)
+    raw = np.memmap(path, np.uint8, "r") if header else np.zeros(0, np.uint8)
+    return {name: raw[start + a:start + b].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+            for name, entry in header.items() for a, b in [entry["data_offsets"]]}

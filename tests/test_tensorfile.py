@@ -217,3 +217,20 @@ def test_nothing_is_allocated_that_the_file_lacks(tmp_path, header, length):
 def test_a_missing_file_is_missing(tmp_path):
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "nowhere")
+
+
+def test_views_are_the_tensors_without_loading_them(tmp_path):
+    tensors = {"a": np.arange(6.0).reshape(2, 3), "none": np.zeros((0, 3), "float32"), "scalar": np.array(3, "int32")}
+    tensorfile.write(tmp_path / "t", tensors)
+    views = tensorfile.views(tmp_path / "t")
+    assert views.keys() == tensors.keys() and not any(v.flags.writeable for v in views.values())
+    for name, a in tensors.items():
+        assert views[name].dtype == a.dtype and views[name].shape == a.shape and (views[name] == a).all()
+    assert isinstance(views["a"], np.memmap)
+
+
+def test_views_of_a_damaged_file_are_refused(tmp_path):
+    tensorfile.write(tmp_path / "t", {"a": np.arange(6.0)})
+    (tmp_path / "t").write_bytes((tmp_path / "t").read_bytes()[:-1])
+    with pytest.raises(tensorfile.TensorFileError, match="claims bytes"):
+        tensorfile.views(tmp_path / "t")
