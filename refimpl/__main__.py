@@ -1,13 +1,13 @@
-"""The command line: python -m refimpl train | demo | doctor.  `python -m refimpl COMMAND --help` explains each."""
+"""The command line: python -m refimpl train | tokenize | demo | doctor.  `python -m refimpl COMMAND --help` explains each."""
 import argparse
 import sys
 from typing import Sequence
 
 from refimpl.comm import CommError
 from refimpl.comm.launch import INTERRUPTED, fail
-from refimpl.commands import demo, doctor, train
+from refimpl.commands import demo, doctor, tokenize, train
 
-COMMANDS = {"train": train, "demo": demo, "doctor": doctor}
+COMMANDS = {"train": train, "tokenize": tokenize, "demo": demo, "doctor": doctor}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,8 +19,11 @@ from typing import Any, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from refimpl.text.corpus import read_file
+
 Pair = tuple[int, int]
 PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+MAX_BYTES = 100_000_000                                 # of all tokens; GPT-2's have 320,000
 
 
 class BPETokenizer:
@@ -28,7 +31,9 @@ class BPETokenizer:
 
     alphabet  the bytes that the first 256 tokens are
     specials  texts of the tokens behind the merges, such as an end of text
-    Error:    ValueError for a merge of a token that is not made before it, or for one that is there twice
+    lengths   int64[vocab_size], the bytes of each token
+    Error:    ValueError for a merge of a token that is not made before it, for one that is there twice, and for merges that
+              double their tokens until no memory could hold them
     """
 
     def __init__(self, merges: Sequence[Pair], alphabet: Sequence[int] = range(256), specials: Sequence[str] = ()) -> None:
@@ -37,15 +42,20 @@ class BPETokenizer:
         self.merges = [(int(a), int(b)) for a, b in merges]
         self.ranks: dict[Pair, int] = {}
         self.bytes = [bytes([b]) for b in alphabet]
+        size = 256
         self.token_of = {b: t for t, b in enumerate(alphabet)}
         for rank, (a, b) in enumerate(self.merges):
             if not (0 <= a < 256 + rank and 0 <= b < 256 + rank) or (a, b) in self.ranks:
                 raise ValueError(f"merge {rank} of the tokens {a} and {b}: both must be among the {256 + rank} before it, and "
                                  f"no merge may come twice")
+            size += len(self.bytes[a]) + len(self.bytes[b])
+            if size > MAX_BYTES:
+                raise ValueError(f"the tokens up to merge {rank} have more than {MAX_BYTES:,} bytes")
             self.ranks[a, b] = rank
             self.bytes.append(self.bytes[a] + self.bytes[b])
         self.bytes += [text.encode() for text in specials]
         self.vocab_size = len(self.bytes)
+        self.lengths = np.array([len(b) for b in self.bytes], np.int64)
         self.encode_word = lru_cache(maxsize=1 << 16)(self.merged)
 
     @classmethod
@@ -58,11 +68,11 @@ class BPETokenizer:
     @classmethod
     def from_gpt2(cls, path: str | Path) -> "BPETokenizer":
         """GPT-2's own tokenizer, from its file vocab.bpe: a line for each merge, whose two texts are written in characters that
-        stand for bytes.  Error: ValueError that names the line which is not one
+        stand for bytes.  Error: ValueError that names the file, and the line or merge which is not one
         """
         alphabet = gpt2_alphabet()
         tokens, merges = {character: t for t, character in enumerate(alphabet)}, []
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(read_file(path).splitlines(), 1):
             if line.startswith("#version") or not line:
                 continue
             pair = line.split(" ")
@@ -70,11 +80,14 @@ class BPETokenizer:
                 raise ValueError(f"{path}, line {number}: {line[:50]!r} is not two tokens made before it, with a space between")
             merges.append((tokens[pair[0]], tokens[pair[1]]))
             tokens.setdefault("".join(pair), 255 + len(merges))
-        return cls(merges, list(alphabet.values()), ["<|endoftext|>"])
+        try:
+            return cls(merges, list(alphabet.values()), ["<|endoftext|>"])
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
     def encode(self, text: str) -> np.ndarray:
         """text -> int64[n].  A lone surrogate, which utf-8 cannot hold, is an error (UnicodeEncodeError)."""
-        return np.array([t for word in words_of(text) for t in self.encode_word(word.encode())], np.int64)
+        return np.fromiter((t for word in words_of(text) for t in self.encode_word(word.encode())), np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """int[n] -> text.  Bytes that are not utf-8 (a cut-off character) become U+FFFD.  Error: ValueError for no token."""
@@ -82,6 +95,11 @@ class BPETokenizer:
         if tokens.size and not (0 <= tokens.min() and tokens.max() < self.vocab_size):
             raise ValueError(f"tokens must be in [0, {self.vocab_size}), got {tokens.min()} to {tokens.max()}")
         return b"".join(self.bytes[t] for t in tokens).decode("utf-8", errors="replace")
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `tokenizer_from` makes it from."""
+        return {"kind": "bpe", "merges": [[a, b] for a, b in self.merges], "alphabet": [b[0] for b in self.bytes[:256]],
+                "specials": [b.decode() for b in self.bytes[256 + len(self.merges):]]}
 
     def merged(self, word: bytes) -> tuple[int, ...]:
         """The tokens of one word.

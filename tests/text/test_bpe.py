@@ -87,6 +87,9 @@ def test_a_file_of_merges_is_read_and_bad_ones_are_named(tmp_path):
         file.write_text(f"#version: 0.2\nĠ t\n{line}\n", encoding="utf-8")
         with pytest.raises(ValueError, match="vocab.bpe, line 3: .* is not two tokens made before it"):
             BPETokenizer.from_gpt2(file)
+    file.write_text("Ġ t\nĠ t\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="vocab.bpe: merge 1 of the tokens 220 and 83: .* no merge may come twice"):
+        BPETokenizer.from_gpt2(file)
 
 
 @pytest.mark.parametrize("merges", ([(0, 257)], [(256, 0)], [(-1, 0)], [(0, 1), (0, 1)]))
