@@ -5,13 +5,14 @@ of that module is listed in xptable.py.  cupy is imported in one place, `device_
 """
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, Callable
 
 import numpy as np
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 FLOATS = (np.dtype("float64"), np.dtype("float32"))
 DEVICES = ("numpy", "cupy")
+CACHED = 1 << 16                                        # elements: a core's cache holds several arrays of that many
 
 
 def on_device(a: Any) -> bool:
@@ -81,6 +82,29 @@ def owner(a: Array) -> Array:
     while is_array(a.base):
         a = a.base
     return a
+
+
+def in_cache(f: Callable, *arrays: Array, rows: bool = False) -> Any:
+    """f(*arrays), computed from a part of the arrays at a time: what one line of `f` makes is still in the cache for the next.
+
+    f      works element by element on arrays of one shape, or, with `rows`, on each vector along their last axes by itself;
+           it gives an array or a tuple of them
+    """
+    n = arrays[0].size // (arrays[0].shape[-1] or 1) if rows and arrays[0].ndim else arrays[0].size
+    step = max(1, CACHED * n // (arrays[0].size or 1))
+    if n <= step or any(map(on_device, arrays)):        # a GPU wants all at once
+        return f(*arrays)
+    flat = [a.reshape(n, a.shape[-1]) if rows else a.reshape(n) for a in arrays]
+    wholes: list[Array] = []
+    for start in range(0, n, step):
+        y = f(*[a[start:start + step] for a in flat])
+        parts = y if type(y) is tuple else (y,)
+        wholes = wholes or [np.empty((n, *part.shape[1:]), part.dtype) for part in parts]
+        for whole, part in zip(wholes, parts):
+            whole[start:start + step] = part
+    leading = arrays[0].shape[:-1] if rows else arrays[0].shape
+    out = tuple(whole.reshape(*leading, *whole.shape[1:]) for whole in wholes)
+    return out if type(y) is tuple else out[0]
 
 
 def in_pairs(parts: Any) -> Any:

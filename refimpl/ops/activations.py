@@ -1,16 +1,14 @@
-"""Nonlinearities: the softmax family, and the activations of feed-forward layers."""
+"""The nonlinearities of feed-forward layers."""
 import math
 
-from refimpl.array import xp_of
+from refimpl.array import in_cache, xp_of
 from refimpl.autograd import op
-from refimpl.autograd.layout import last_axis
 from refimpl.ops.corners import annulled, silent
 from refimpl.ops.elementwise import sigmoid_array
 from refimpl.ops.erf import erf_array
-from refimpl.ops.linear import row_dot
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)                 # a Python float: it does not promote float32
-TANH_IS_1 = 10.0                                        # beyond ±10 GELU's tanh is ±1 in float64
+SIGMOID_IS_FLAT = 40.0                                  # beyond ±40 σ(2u) of GELU is 0 or 1 in float64
 DENSITY_IS_0 = 40.0                                     # beyond, the normal distribution's density is 0 in float64
 SIGMOID_IS_0 = -1000.0                                  # σ is 0 from here on to the left: with it for x, x·σ is -0 also at -inf
 
@@ -24,128 +22,40 @@ def clipped(xp, x, size):
 def gelu_tanh(x):
     """GELU, tanh form: the one GPT-2 was trained with.  It differs from the erf form by up to 4.7e-4.
 
-    Equation:   y = ½·x·(1 + t),  t = tanh(√(2/π)·(x + 0.044715·x³))
+    Equation:   y = ½·x·(1 + tanh u) = x·s,  s = σ(2u),  u = √(2/π)·(x + 0.044715·x³)
     Shapes:     x[...] -> y[...]
-    VJP:        dx = dy·½·(1 + t + x·(1 - t²)·√(2/π)·(1 + 3·0.044715·x²))
-    Residuals:  x, t
+    VJP:        dx = dy·s·(1 + x·(1 - s)·2u'),  u' = √(2/π)·(1 + 3·0.044715·x²)
+    Residuals:  x, s
     Reference:  Hendrycks and Gimpel 2016, section 2.  HF `gelu_new`
     """
-    low = xp_of(x).maximum(x, -TANH_IS_1)               # y is -0 from here on to the left, also at -inf
-    u = xp_of(x).minimum(low, TANH_IS_1)                # x³ would overflow
-    t = u * u                                           # in place from here: a temporary costs more than its arithmetic
-    t *= SQRT_2_OVER_PI * 0.044715
-    t += SQRT_2_OVER_PI
-    t *= u
-    t = xp_of(x).tanh(t)
-    y = t + 1
-    y *= 0.5
-    y *= low
+    y, s = in_cache(gelu_tanh_parts, x)
 
     def vjp(dy):
-        u = clipped(xp_of(x), x, TANH_IS_1)
-        dx = u * u
-        dx *= SQRT_2_OVER_PI * 3 * 0.044715
-        dx += SQRT_2_OVER_PI                            # d of tanh's argument
-        dx *= u
-        dx *= 1 - t * t
-        dx += t
-        dx += 1
-        dx *= 0.5
-        dx *= dy
-        return dx
+        return in_cache(gelu_tanh_vjp, dy, x, s)
     return y, vjp
 
 
-@op(along=last_axis)
-def softmax(x):
-    """Softmax over the last axis.  A row that is -inf everywhere gives 0, not nan.
-
-    Equation:   y = e^(x - m) / Σ e^(x - m),  m = max x
-    Shapes:     x[..., V] -> y[..., V]
-    VJP:        dx = y·(dy - Σ y·dy)
-    Residuals:  y
-    Reference:  Bridle 1990
-    """
-    if x.ndim == 0:
-        raise ValueError("softmax: x[] has no last axis to normalise over")
-    y = softmax_array(x)
-
-    def vjp(dy):
-        dx = dy - row_dot(y, dy)
-        dx *= y
-        return dx
-    return y, vjp
+def gelu_tanh_parts(x):
+    with silent():                                      # x³ may overflow: then s is 0 or 1
+        s = x * x                                       # in place from here: a temporary costs more than its arithmetic
+        s *= 2 * SQRT_2_OVER_PI * 0.044715
+        s += 2 * SQRT_2_OVER_PI
+        s *= x                                          # 2u
+    s = sigmoid_array(s)
+    return xp_of(x).maximum(x, -SIGMOID_IS_FLAT) * s, s     # -0 from there on to the left, also at -inf
 
 
-def softmax_array(x, own=False):
-    """softmax of a plain array; `own`: x may be overwritten."""
-    return softmax_parts(x, own)[0] if x.shape[-1] else x + 0
-
-
-def softmax_parts(x, own=False):
-    """softmax(x), the rows' maxima m and ln Σ e^(x - m), with x - lse = (x - m) - ln Σ.
-
-    A row with nothing visible, -inf everywhere, has m = 0 and Σ = 1: then its softmax is 0, and no nan arises.
-    """
-    xp = xp_of(x)
-    m = x.max(axis=-1, keepdims=True)
-    m = xp.where(m == -xp.inf, xp.zeros_like(m), m)
-    if own:
-        x -= m
-    e = x if own else x - m
-    xp.exp(e, out=e)
-    total = e.sum(axis=-1, keepdims=True)
-    total = xp.where(total == 0, xp.ones_like(total), total)
-    e /= total
-    return e, m, xp.log(total)
-
-
-@op(along=last_axis)
-def log_softmax(x):
-    """Logarithm of softmax over the last axis.  A row that is -inf everywhere stays -inf, with gradient 0.
-
-    Equation:   y = x - lse(x)
-    Shapes:     x[..., V] -> y[..., V]
-    VJP:        dx = dy - softmax(x)·Σ dy
-    Residuals:  p
-    Reference:  torch.log_softmax
-    """
-    check_last_axis("log_softmax", x)
-    p, m, log_total = softmax_parts(x)
-    y = x - m                                           # not x - (m + log_total), which loses digits where m is large
-    y -= log_total
-
-    def vjp(dy):
-        dx = dy - p * dy.sum(axis=-1, keepdims=True)
-        return dx * p.any(axis=-1, keepdims=True)       # 0 in a row that is -inf everywhere, whose p is 0
-    return y, vjp
-
-
-@op(along=last_axis)
-def logsumexp(x, keepdims=False):
-    """Logarithm of the sum of exponentials over the last axis.  A row that is -inf everywhere gives -inf, with gradient 0.
-
-    Equation:   y = m + ln Σ e^(x - m),  m = max x
-    Shapes:     x[..., V] -> y[...]
-    VJP:        dx = dy·softmax(x)
-    Residuals:  p
-    Reference:  torch.logsumexp
-    """
-    check_last_axis("logsumexp", x)
-    xp = xp_of(x)
-    p, m, log_total = softmax_parts(x)
-    lse = m + log_total
-    y = xp.where(p.any(axis=-1, keepdims=True), lse, xp.full_like(lse, -xp.inf))
-    y = y if keepdims else y[..., 0]
-
-    def vjp(dy):
-        return p * (dy if keepdims else dy[..., None])
-    return y, vjp
-
-
-def check_last_axis(op_name, x):
-    if x.ndim == 0 or x.shape[-1] == 0:
-        raise ValueError(f"{op_name}: x{list(x.shape)} needs a last axis with at least one element")
+def gelu_tanh_vjp(dy, x, s):
+    u = clipped(xp_of(x), x, SIGMOID_IS_FLAT)
+    dx = u * u
+    dx *= 2 * SQRT_2_OVER_PI * 3 * 0.044715
+    dx += 2 * SQRT_2_OVER_PI                            # 2u'
+    dx *= u
+    dx *= 1 - s
+    dx += 1
+    dx *= s
+    dx *= dy
+    return dx
 
 
 @op
@@ -158,22 +68,30 @@ def gelu_erf(x):
     Residuals:  x, cdf
     Reference:  Hendrycks and Gimpel 2016, section 2.  HF `gelu`
     """
+    y, cdf = in_cache(gelu_erf_parts, x)
+
+    def vjp(dy):
+        return in_cache(gelu_erf_vjp, dy, x, cdf)
+    return y, vjp
+
+
+def gelu_erf_parts(x):
     cdf = erf_array(x * math.sqrt(0.5))
     cdf += 1
     cdf *= 0.5
-    y = xp_of(x).maximum(x, -DENSITY_IS_0) * cdf        # -0 from there on to the left, also at -inf
+    return xp_of(x).maximum(x, -DENSITY_IS_0) * cdf, cdf    # -0 from there on to the left, also at -inf
 
-    def vjp(dy):
-        u = clipped(xp_of(x), x, DENSITY_IS_0)
-        dx = u * u
-        dx *= -0.5
-        dx = xp_of(x).exp(dx)
-        dx *= 1 / math.sqrt(2 * math.pi)                # the density of the normal distribution
-        dx *= u
-        dx += cdf
-        dx *= dy
-        return dx
-    return y, vjp
+
+def gelu_erf_vjp(dy, x, cdf):
+    u = clipped(xp_of(x), x, DENSITY_IS_0)
+    dx = u * u
+    dx *= -0.5
+    dx = xp_of(x).exp(dx)
+    dx *= 1 / math.sqrt(2 * math.pi)                    # the density of the normal distribution
+    dx *= u
+    dx += cdf
+    dx *= dy
+    return dx
 
 
 @op
@@ -206,25 +124,30 @@ def silu(x):
     Residuals:  x, s
     Reference:  Hendrycks and Gimpel 2016, section 2; Ramachandran et al. 2017
     """
-    low = xp_of(x).maximum(x, SIGMOID_IS_0)
-    s = sigmoid_array(low)
-    y = low * s
+    return gated(x, 1)
+
+
+def gated(x, factor):
+    """x·σ(factor·x) and its vjp."""
+    def forward(x):
+        low = xp_of(x).maximum(x, SIGMOID_IS_0)
+        with silent():
+            s = sigmoid_array(low if factor == 1 else factor * low)
+        return low * s, s
+
+    def backward(dy, x, s):
+        dx = xp_of(x).maximum(x, SIGMOID_IS_0) * (1 - s)
+        if factor != 1:
+            dx *= factor
+        dx += 1
+        dx *= s
+        dx *= dy
+        return dx
+    y, s = in_cache(forward, x)
 
     def vjp(dy):
-        return gated(dy, x, s)
+        return in_cache(backward, dy, x, s)
     return y, vjp
-
-
-def gated(dy, x, s, factor=1):
-    """dy·s·(1 + factor·x·(1 - s)): the vjp of x·σ(factor·x)."""
-    dx = 1 - s
-    dx *= xp_of(x).maximum(x, SIGMOID_IS_0)
-    if factor != 1:
-        dx *= factor
-    dx += 1
-    dx *= s
-    dx *= dy
-    return dx
 
 
 @op
@@ -237,14 +160,7 @@ def quick_gelu(x):
     Residuals:  x, s
     Reference:  Hendrycks and Gimpel 2016, section 2.  HF `quick_gelu`
     """
-    low = xp_of(x).maximum(x, SIGMOID_IS_0)
-    with silent():
-        s = sigmoid_array(1.702 * low)
-    y = low * s
-
-    def vjp(dy):
-        return gated(dy, x, s, 1.702)
-    return y, vjp
+    return gated(x, 1.702)
 
 
 @op
@@ -259,13 +175,29 @@ def swiglu(gate, up):
     """
     if gate.shape != up.shape:
         raise ValueError(f"swiglu: gate{list(gate.shape)} and up{list(up.shape)} must have one shape")
+    y, s = in_cache(swiglu_parts, gate, up)
+
+    def vjp(dy):
+        return in_cache(swiglu_vjp, dy, gate, up, s)
+    return y, vjp
+
+
+def swiglu_parts(gate, up):
     low = xp_of(gate).maximum(gate, SIGMOID_IS_0)
     s = sigmoid_array(low)
     y = low * s
     y *= up
+    return y, s
 
-    def vjp(dy):
-        dup = dy * xp_of(gate).maximum(gate, SIGMOID_IS_0)
-        dup *= s
-        return gated(dy * up, gate, s), dup
-    return y, vjp
+
+def swiglu_vjp(dy, gate, up, s):
+    low = xp_of(gate).maximum(gate, SIGMOID_IS_0)
+    dup = low * s
+    dup *= dy
+    dgate = 1 - s
+    dgate *= low
+    dgate += 1
+    dgate *= s
+    dgate *= up
+    dgate *= dy
+    return dgate, dup

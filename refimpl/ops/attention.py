@@ -7,9 +7,9 @@ import math
 
 from refimpl.array import xp_of
 from refimpl.autograd import op
-from refimpl.ops.activations import softmax_array
 from refimpl.ops.linear import product, row_dot
 from refimpl.ops.mask import Mask
+from refimpl.ops.softmax import softmax_array
 
 
 def summed_over(static, ndim, number=0):

@@ -2,7 +2,7 @@
 import math
 from typing import Mapping
 
-from refimpl.array import Array, xp_of
+from refimpl.array import Array, in_cache, xp_of
 from refimpl.autograd import Tensor, seam
 from refimpl.parallel.cuts import require_reduced
 
@@ -16,10 +16,21 @@ def adamw(p: Array, g: Array, m: Array, v: Array, t: int = 1, lr: float = 1e-3, 
     p = p - lr·(m̂/(√v̂ + eps) + weight_decay·p)
     """
     b1, b2 = betas
-    m = b1 * m + (1 - b1) * g
-    v = b2 * v + (1 - b2) * (g * g)
-    update = (m / (1 - b1 ** t)) / (xp_of(p).sqrt(v / (1 - b2 ** t)) + eps)
-    return p - lr * (update + weight_decay * p), m, v
+
+    def update(p: Array, g: Array, m: Array, v: Array) -> tuple[Array, Array, Array]:
+        m = b1 * m
+        m += (1 - b1) * g
+        v = b2 * v
+        v += (1 - b2) * (g * g)
+        size = xp_of(v).sqrt(v / (1 - b2 ** t))
+        size += eps
+        step = m / (1 - b1 ** t)
+        step /= size
+        step += weight_decay * p
+        step *= -lr
+        step += p
+        return step, m, v
+    return in_cache(update, p, g, m, v)
 
 
 class AdamW:

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import refimpl.parallel
+from refimpl import array
 from refimpl.autograd import REGISTRY, Op, op
 from refimpl.cases import CASES, COLLECTIVES, VOCABULARY, unchecked
 from refimpl.check import check_adjoint, check_op, check_vjp
+from refimpl.rng import draw
 
 ON_RANKS = {**COLLECTIVES, **VOCABULARY}
 ALL_CASES = [pytest.param(REGISTRY[name], case, id=f"{name}-{case.name}") for name, cases in CASES.items() for case in cases]
@@ -51,6 +53,21 @@ def test_an_op_without_cases_is_found(monkeypatch):
 @pytest.mark.parametrize("op, case", ALL_CASES)
 def test_op_passes_every_check(op, case):
     check_op(op, *case.arrays, **case.static)
+
+
+@pytest.mark.parametrize("elements", [1, 4, 7])
+@pytest.mark.parametrize("op, case", ALL_CASES)
+def test_an_op_computed_part_by_part_is_the_same(monkeypatch, op, case, elements):
+    """Cases are smaller than what a cache holds; here the cache holds a few elements."""
+    y, vjp = op.array(*case.arrays, **case.static)
+    monkeypatch.setattr(array, "CACHED", elements)
+    parts, vjp_of_parts = op.array(*case.arrays, **case.static)
+    ys, parts = (y, parts) if type(y) is tuple else ((y,), (parts,))
+    dys = [draw(f"dy{k}", np.shape(a), dtype=str(a.dtype)) if a.dtype.kind == "f" else None for k, a in enumerate(ys)]
+    dxs, of_parts = (dx if type(dx) is tuple else (dx,) for dx in (vjp(*dys), vjp_of_parts(*dys)))
+    for a, b in zip((*ys, *dxs), (*parts, *of_parts)):
+        assert a is None and b is None or (a.shape == b.shape and a.dtype == b.dtype)
+        np.testing.assert_allclose(a, b, rtol=1e-14, atol=1e-15) if a is not None else None
 
 
 @pytest.mark.parametrize("name, dtype", [(name, dtype) for name in sorted(ON_RANKS) for dtype in ("float64", "float32")
