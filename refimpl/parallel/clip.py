@@ -11,23 +11,22 @@ import numpy as np
 from refimpl.array import xp_of
 from refimpl.autograd import Tensor, seam
 from refimpl.comm import Mesh
-from refimpl.parallel.cuts import Cut, Placement, own, require_reduced
+from refimpl.parallel.cuts import Placement, Rows, axes, own, require_reduced
 
 
-def gradient_norm(grads: Mapping[str, Tensor], table: Mapping[str, Placement], mesh: Mesh) -> float:
+def gradient_norm(grads: Mapping[str, Tensor], table: Mapping[str, Placement | Rows], mesh: Mesh) -> float:
     """The Euclidean norm of all gradients together, every element counted once; the same on every rank.
 
-    Squares are added up in float64.  One all_reduce of one number for each mesh axis that cuts a parameter.
+    Squares are added up in float64.  One all_reduce of one number for each set of mesh axes that cut a parameter.
     Error: LayoutError for a gradient that still has to be reduced
     """
-    squares = {"": 0.0}                                 # by the mesh axis of the cut
+    squares: dict[frozenset[str], float] = {}           # by the mesh axes of the cut
     for name, g in grads.items():
         require_reduced(name, g)
         place = table[name]
-        mine = g.array[own(place, g.shape, mesh)].reshape(-1).astype("float64")
-        axis = place.over if isinstance(place, Cut) else ""
-        squares[axis] = squares.get(axis, 0.0) + float(xp_of(mine).einsum("i,i->", mine, mine))
-    return math.sqrt(sum(float(mesh.comm(axis).all_reduce(np.array(s))) if axis else s for axis, s in squares.items()))
+        mine = g.array[own(place, len(g.shape), mesh)].reshape(-1).astype("float64")
+        squares[axes(place)] = squares.get(axes(place), 0.0) + float(xp_of(mine).einsum("i,i->", mine, mine))
+    return math.sqrt(sum(float(mesh.comm(*over).all_reduce(np.array(s))) if over else s for over, s in squares.items()))
 
 
 @seam

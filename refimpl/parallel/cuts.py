@@ -41,6 +41,19 @@ class Cut:
 Placement = Replicated | Cut
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Of the part that `of` gives a rank, this rank's share of the rows (axis 0), cut over the mesh axis `over`: how the state
+    of an optimizer lies (zero.py)."""
+    of: Placement
+    over: str = "dp"
+
+    def rows(self, n: int, mesh: Mesh) -> slice:
+        """Of a part with n rows."""
+        comm = mesh.comm(self.over)
+        return slice(*even_bounds(n, comm.size)[comm.rank])
+
+
 def even_bounds(n: int, parts: int) -> tuple[tuple[int, int], ...]:
     """(start, stop) of each of `parts` shares of n that differ by at most one."""
     ends = np.cumsum(shares(n, parts)).tolist()
@@ -52,15 +65,34 @@ def overlap(placement: Placement | None) -> TypeGuard[Cut]:
     return isinstance(placement, Cut) and any(a < stop for (_, stop), (a, _) in zip(placement.bounds, placement.bounds[1:]))
 
 
-def own(placement: Placement, shape: tuple[int, ...], mesh: Mesh) -> tuple[slice, ...]:
-    """Of this rank's part of the global array of `shape`, the elements that count as its own: each has one owner on a cut,
-    the lowest rank that holds it."""
-    where = [slice(None)] * len(shape)
-    if isinstance(placement, Cut):
-        rank, bounds = mesh.comm(placement.over).rank, placement.bounds
-        taken = bounds[rank - 1][1] - bounds[rank][0] if rank else 0
-        where[placement.axis] = slice(max(0, taken), None)
+def axes(placement: Placement | Rows) -> frozenset[str]:
+    """The mesh axes over which ranks hold different elements."""
+    if isinstance(placement, Rows):
+        return axes(placement.of) | {placement.over}
+    return frozenset({placement.over} if isinstance(placement, Cut) else ())
+
+
+def own(placement: Placement | Rows, ndim: int, mesh: Mesh) -> tuple[slice, ...]:
+    """Of this rank's part of a global array, the elements that count as its own: each has one owner on a cut, the lowest rank
+    that holds it."""
+    where, cut = [slice(None)] * ndim, placement.of if isinstance(placement, Rows) else placement
+    if isinstance(cut, Cut):
+        rank, bounds = mesh.comm(cut.over).rank, cut.bounds
+        start, stop = bounds[rank]
+        taken = bounds[rank - 1][1] - start if rank else 0
+        if isinstance(placement, Rows) and cut.axis == 0:
+            taken -= placement.rows(stop - start, mesh).start
+        where[cut.axis] = slice(max(0, taken), None)
     return tuple(where)
+
+
+def own_box(placement: Placement | Rows, shape: tuple[int, ...], mesh: Mesh) -> tuple[slice, ...] | None:
+    """The box of the global array of `shape` that is this rank's own: each element is in that of one rank of the whole mesh.
+    None on a rank whose part is that of another, too."""
+    if mesh.world.size > 1 and any(rank for axis, rank in mesh.at.items() if axis not in axes(placement)):
+        return None
+    where = zip(box(placement, shape, mesh), own(placement, len(shape), mesh))
+    return tuple(slice(min(held.start + (mine.start or 0), held.stop), held.stop) for held, mine in where)
 
 
 def spread(part: Array, placement: Cut, mesh: Mesh) -> Array:
@@ -72,11 +104,15 @@ def spread(part: Array, placement: Cut, mesh: Mesh) -> Array:
     return whole
 
 
-def box(placement: Placement, shape: tuple[int, ...], mesh: Mesh) -> tuple[slice, ...]:
+def box(placement: Placement | Rows, shape: tuple[int, ...], mesh: Mesh) -> tuple[slice, ...]:
     """The part of the global array of `shape` that this rank holds, as one slice per axis.
 
     Error: ValueError, the same on every rank, where the cut is not one of this mesh and this shape.
     """
+    if isinstance(placement, Rows):
+        first, *others = box(placement.of, shape, mesh)
+        mine = placement.rows(first.stop - first.start, mesh)
+        return (slice(first.start + mine.start, first.start + mine.stop), *others)
     where = [slice(0, n) for n in shape]
     if isinstance(placement, Cut):
         comm, bounds = mesh.comm(placement.over), placement.bounds

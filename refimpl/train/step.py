@@ -22,10 +22,10 @@ class Gradients:
 
 
 def gradients(params: Mapping[str, Tensor], batches: Iterable[Batch], cfg: Config, mesh: Mesh, seed: int = 0,
-              step: int | None = None) -> Gradients:
+              step: int | None = None, reduction: type[Reduction] = Reduction) -> Gradients:
     """Loss and gradient of a whole batch, equal on every mesh.  `step` None: without dropout.
 
-    Gradients are summed over ranks while the last micro-batch's backward pass goes on.
+    Gradients are summed over ranks while the last micro-batch's backward pass goes on; `RowReduction` gives a rank its rows.
     """
     total = count = 0.0
     table, grads, micro_batches = placements(cfg, mesh), dict[str, Tensor](), list(batches)
@@ -38,9 +38,9 @@ def gradients(params: Mapping[str, Tensor], batches: Iterable[Batch], cfg: Confi
         def loss(p: Params) -> tuple[Tensor, Tensor]:
             return decoder.loss(tokens, batch.targets, p, cfg, ctx)
         if batch is micro_batches[-1]:
-            reduction = Reduction(mesh, table, before=grads)
-            (part, valid), _ = value_and_grad(loss, params, on_leaf=reduction.add)
-            grads = reduction.finish()
+            sums = reduction(mesh, table, before=grads)
+            (part, valid), _ = value_and_grad(loss, params, on_leaf=sums.add)
+            grads = sums.finish()
         else:
             (part, valid), new = value_and_grad(loss, params)
             grads = {name: Tensor(grads[name].array + g.array, g.layout) if grads else g for name, g in new.items()}
