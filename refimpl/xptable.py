@@ -53,7 +53,7 @@ METHODS = {
     "swapaxes": "axis1, axis2",
     "tobytes": "",
     "transpose": "axes",
-    "view": "",
+    "view": "dtype",
 }
 ATTRIBUTES = ("T", "base", "dtype", "nbytes", "ndim", "real", "shape", "size")
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
