@@ -11,7 +11,7 @@ FLOORS = [{"array", "rng", "tensorfile", "xptable"}, {"autograd"}, {"comm", "tex
           {"models"}, {"weights", "train", "generate"}, {"golden", "analysis"}, {"commands", "__main__"}]
 REQUIRED = {"numpy"}
 ELSEWHERE = {"mpi4py": {"comm/library.py"}, "threadpoolctl": {"comm/launch.py", "commands/doctor.py"},
-             "tqdm": {"train/loop.py"}, "matplotlib": {"commands/demo.py"}, "cupy": {"array.py"}, "regex": {"text/bpe.py"}}
+             "tqdm": {"train/log.py"}, "matplotlib": {"commands/pictures.py"}, "cupy": {"array.py"}, "regex": {"text/bpe.py"}}
 
 
 def modules():

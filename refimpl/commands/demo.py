@@ -5,7 +5,6 @@
 """
 import argparse
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from refimpl.analysis import local_parameters, step_payload
 from refimpl.comm import Mesh
 from refimpl.comm.launch import mpirun_command
 from refimpl.comm.paper import paper_mesh
+from refimpl.commands.pictures import NO_PICTURE, pyplot
 from refimpl.commands.train import SMALL
 from refimpl.golden import Difference, compare, gauge_scales
 from refimpl.models import parameters
@@ -112,14 +112,10 @@ def differences(out: Path, file: str) -> list[Difference]:
 
 def picture(out: Path, mesh: Mesh, sharded: list[float], serial: list[float]) -> str:
     """Both loss curves and their difference, as loss.png.  Says where it is, or what is missing."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)     # it reports a HOME that it cannot write to, and goes on
-    try:
-        import matplotlib
-    except ImportError:
-        return "no picture: pip install '.[run]' brings matplotlib"
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 4.6), height_ratios=(3, 1), layout="constrained")
+    plot = pyplot()
+    if plot is None:
+        return NO_PICTURE
+    figure, (top, bottom) = plot.subplots(2, 1, sharex=True, figsize=(7, 4.6), height_ratios=(3, 1), layout="constrained")
     steps = range(1, len(serial) + 1)
     top.plot(steps, serial, color="#bbbbbb", linewidth=5, label="serial")
     top.plot(steps, sharded, color="#1f5fa8", linewidth=1.2, label=f"mpirun -n {mesh.world.size}, mesh {mesh}")
@@ -130,5 +126,5 @@ def picture(out: Path, mesh: Mesh, sharded: list[float], serial: list[float]) ->
     bottom.set_ylabel("|difference|")
     bottom.set_xlabel("step")
     figure.savefig(out / "loss.png", dpi=110)
-    pyplot.close(figure)
+    plot.close(figure)
     return f"picture: {out / 'loss.png'}"

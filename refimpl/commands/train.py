@@ -1,14 +1,19 @@
-"""python -m refimpl train: train a small decoder on a text, on any mesh.
+"""python -m refimpl train: train a decoder on a text, on any mesh.
 
     python -m refimpl train --steps 100                                     one rank
     mpirun -n 4 python -m refimpl train --mesh dp=2,tp=2 --out runs/first   four
     mpirun -n 4 python -m refimpl train --mesh tp=4 --device cupy           four, each with a GPU if there are four
     mpirun -n 4 python -m refimpl train --mesh tp=4 --trace trace.json      four, and a timeline of the first steps
+
+    python -m refimpl train --text my.txt --tokenizer bpe --config my.toml --out runs/mine --save-every 100 --plot
+    python -m refimpl train --out runs/mine --resume                        go on from the last checkpoint, on any mesh
+
+A setting is a flag, or a key in the sections [training], [model], [data] and [sampling] of the TOML file; flags count more.
 """
 import argparse
 import json
 from contextlib import nullcontext
-from dataclasses import MISSING, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable
 
@@ -16,101 +21,192 @@ import numpy as np
 
 from refimpl.comm import Comm, Mesh, world
 from refimpl.comm.trace import Trace
-from refimpl.generate import sample
+from refimpl.commands.pictures import draw_losses
+from refimpl.commands.settings import add_flags, checked, defaults, read_toml
 from refimpl.models import Config
 from refimpl.models.config import BIASED, CHOICES
 from refimpl.ops.rope import PAIRINGS
-from refimpl.text import ByteTokenizer, read_text, standard_library
-from refimpl.train import Options, train
+from refimpl.text import (ByteTokenizer, Tokenizer, make_tokenizer, open_tokens, read_text, standard_library, tokenizer_from,
+                          write_tokenizer)
+from refimpl.train import Data, Options, Result, Sampling, Trainer, latest
+from refimpl.train.adamw import GROUPS
+from refimpl.train.checkpoint import read_manifest
+from refimpl.train.log import read_log
+from refimpl.train.options import DTYPES
 
 SMALL = Config(vocab_size=ByteTokenizer.vocab_size, n_layers=2, n_heads=4, d_model=96, max_seq_len=64)
 TRACED_STEPS = 3                                        # the first of which warms up
-HELP = {"steps": "training steps", "batch_size": "samples of a step, over all ranks and micro-batches",
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is learnt from: a text and how it becomes tokens, or a file of tokens."""
+    text: str = ""
+    tokenizer: str = "byte"
+    vocab_size: int = 4096
+    tokens: str = ""
+
+
+SECTIONS = {"training": defaults(Options), "model": defaults(Config, SMALL, leave_out="vocab_size"), "data": defaults(Source),
+            "sampling": defaults(Sampling)}
+HELP = {
+    "training": {
+        "steps": "training steps", "batch_size": "samples of a step, over all ranks and micro-batches",
         "seq_len": "tokens of a sample", "accumulate": "micro-batches of a step", "lr": "learning rate",
         "schedule": "constant or cosine", "warmup": "steps in which the learning rate grows to lr",
-        "floor": "where the cosine ends, as a share of lr", "seed": "seed",
-        "weight_decay": "weight decay of the matrices", "dtype": "float64 or float32",
-        "device": "numpy, or cupy: one GPU per local rank", "n_layers": "layers", "n_heads": "attention heads",
-        "d_model": "width", "d_ff": "width of the MLP, 0: four times d_model", "dropout": "dropout rate",
-        "max_seq_len": "longest context", "eps": "the norms' epsilon",
-        "clip": "largest norm of the gradient, 0: any", "check_replicas": "steps between two comparisons of what ranks hold in "
-        "common, 0: never", "n_kv_heads": "key and value heads, 0: n_heads",
-        "head_dim": "width of a head, 0: d_model / n_heads",
+        "floor": "where the cosine ends, as a share of lr", "beta1": "AdamW's decay of the first moment",
+        "beta2": "AdamW's decay of the second moment", "weight_decay": "weight decay",
+        "decay": f"what weight decay applies to, of {', '.join(GROUPS)}", "clip": "largest norm of the gradient, 0: any",
+        "seed": "of the initial weights, the samples and dropout", "dtype": f"{', '.join(DTYPES)} (emulated)",
+        "device": "numpy, or cupy: one GPU per local rank",
+        "zero": "ZeRO-1: each dp rank keeps its share of the optimizer's state only",
+        "validation": "share of the text, its end, that is kept to judge by: a sample at least, nothing of less than two",
+        "eval_every": "steps between two evaluations, 0: at the end", "eval_batches": "batches of an evaluation",
+        "patience": "stop after so many evaluations without a better one, 0: never",
+        "sample_every": "steps between two samples, 0: at the end",
+        "save_every": "steps between two checkpoints (needs --out), 0: none", "keep": "checkpoints that stay, 0: all",
+        "merged": "rank 0 writes whole checkpoints, instead of each rank its part",
+        "check_replicas": "steps between two comparisons of what ranks hold in common, 0: never"},
+    "model": {
+        "n_layers": "layers", "n_heads": "attention heads", "d_model": "width",
+        "d_ff": "width of the MLP, 0: four times d_model",
+        "dropout": "dropout rate", "max_seq_len": "longest context; if not given, seq_len", "eps": "the norms' epsilon",
+        "n_kv_heads": "key and value heads, 0: n_heads", "head_dim": "width of a head, 0: d_model / n_heads",
         "norm": " or ".join(CHOICES["norm"]), "norm_place": "pre (before each sublayer) or post (after its residual sum)",
         "positions": ", ".join(CHOICES["positions"]), "rope_theta": "RoPE's base", "rope_pairing": " or ".join(PAIRINGS),
         "ffn": ", ".join(CHOICES["ffn"]), "biases": f"parts that have a bias, of {', '.join(BIASED)}",
         "qk_norm": "normalise each head's queries and keys",
-        "windows": "keys that a query sees, by layer, 0: all before it",
-        "embed_scale": "factor of the embedding", "tied": "the head's matrix is the embedding's",
-        "soft_cap": "logits become cap·tanh(logits / cap), 0: as they are",
-        "vocab_multiple": "the vocabulary is padded to a multiple of it"}
+        "windows": "keys that a query sees, by layer, 0: all before it", "embed_scale": "factor of the embedding",
+        "tied": "the head's matrix is the embedding's", "soft_cap": "logits become cap·tanh(logits / cap), 0: as they are",
+        "vocab_multiple": "the vocabulary is padded to a multiple of it"},
+    "data": {
+        "text": "a utf-8 text, or a folder of them; if not given, the documentation of the standard library",
+        "tokenizer": "byte; bpe, trained on the text; or the file of one (.json of ours, GPT-2's vocab.bpe)",
+        "vocab_size": "tokens of a bpe", "tokens": "a file of tokens (python -m refimpl tokenize), instead of a text"},
+    "sampling": {
+        "prompt": "what the sample starts with", "sample": "tokens to sample", "temperature": "0: always the likeliest token"}}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--text", metavar="FILE", help="train on this utf-8 text (default: the documentation of the standard "
-                        "library)")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings, as TOML")
     parser.add_argument("--mesh", default="dp=1", metavar="AXIS=SIZE,...", help="how the ranks are used (default: %(default)s)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write log.jsonl, summary.json, gradients and parameters here")
-    parser.add_argument("--sample", type=int, default=200, metavar="N", help="tokens to sample (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.7, help="of the sample (default: %(default)s)")
-    parser.add_argument("--prompt", default="The ", help="what the sample starts with (default: %(default)r)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write log.jsonl, summary.json, gradients, parameters and "
+                        "checkpoints here")
+    parser.add_argument("--resume", nargs="?", const="", metavar="CHECKPOINT", help="go on from the last checkpoint in --out, "
+                        "or from this one, with its settings")
+    parser.add_argument("--plot", action="store_true", help="draw the losses as loss.png in --out")
     parser.add_argument("--trace", metavar="FILE", help=f"write a timeline of all ranks in the first {TRACED_STEPS} steps, to "
                         "open at ui.perfetto.dev; it is there when training has ended")
-    parser.add_argument("--bar", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
-    add_fields(parser.add_argument_group("training"), Options())
-    add_fields(parser.add_argument_group("model"), SMALL, leave_out=("vocab_size",))
-
-
-def add_fields(group: Any, default: Any, leave_out: tuple[str, ...] = ()) -> None:
-    """A flag for each field of a dataclass."""
-    for f in fields(default):
-        if f.name not in leave_out:
-            value = getattr(default, f.name) if f.default is MISSING else f.default
-            flag, text = "--" + f.name.replace("_", "-"), HELP[f.name] + " (default: %(default)s)"
-            if isinstance(value, bool):
-                group.add_argument(flag, action=argparse.BooleanOptionalAction, default=value, help=HELP[f.name])
-            elif isinstance(value, tuple):
-                group.add_argument(flag, type=listed(int if f.name == "windows" else str), default=",".join(map(str, value)),
-                                   metavar="A,B,...", help=text)
-            else:
-                group.add_argument(flag, type=type(value), default=value, metavar=type(value).__name__, help=text)
-
-
-def listed(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    def values(text: str) -> tuple[Any, ...]:
-        return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
-    values.__name__ = f"list of {kind.__name__}"        # argparse says so of a bad value
-    return values
-
-
-def from_arguments(cls: type, args: argparse.Namespace, **given: Any) -> Any:
-    return cls(**given, **{f.name: getattr(args, f.name) for f in fields(cls) if f.name not in given})
+    parser.add_argument("--bar", action=argparse.BooleanOptionalAction, default=True, help="show how far training is")
+    for section, settings in SECTIONS.items():
+        add_flags(parser.add_argument_group(section), settings, HELP[section])
 
 
 def run(args: argparse.Namespace) -> int:
     comm = world()
-    options = from_arguments(Options, args)
-    cfg = from_arguments(Config, args, vocab_size=ByteTokenizer.vocab_size)
-    if args.sample < 0 or not 0 <= args.temperature < float("inf"):
-        raise ValueError(f"--sample and --temperature must be at least 0, got {args.sample} and {args.temperature}")
+    if args.out is None and (args.plot or args.resume == ""):
+        raise ValueError(f"{'--plot' if args.plot else '--resume'} needs --out, the folder of the run")
+    checkpoint = None if args.resume is None else Path(told(comm, lambda: str(found(args.resume, args.out))))
+    settings = settings_of(comm, args, checkpoint)
+    mesh = Mesh.parse(args.mesh, comm)
+    options, source, sampling = Options(**settings["training"]), Source(**settings["data"]), Sampling(**settings["sampling"])
+    data = read_data(comm, source, options)
+    if not data.tokenizer:
+        raise AssertionError("what is read has a tokenizer")
+    cfg = Config(vocab_size=data.tokenizer.vocab_size, **{"max_seq_len": options.seq_len} | settings["model"])
     if options.seq_len > cfg.max_seq_len:
         raise ValueError(f"seq_len {options.seq_len} is longer than the model's max_seq_len {cfg.max_seq_len}")
-    tokenizer = ByteTokenizer()
-    mesh = Mesh.parse(args.mesh, comm)
-    trace = nullcontext() if args.trace is None else FirstSteps(comm, args.trace)
-    corpus = shared_corpus(comm, args.text)
-    with trace:
-        result = train(corpus, cfg, options, mesh, args.out, bar=args.bar)
-    text = tokenizer.decode(sample(result.params, tokenizer.encode(args.prompt), args.sample, cfg, mesh, args.temperature,
-                                   options.seed))
+    trainer = Trainer(data, cfg, options, mesh, args.out, sampling)
+    if checkpoint:
+        trainer.resume(checkpoint)
+    with nullcontext() if args.trace is None else FirstSteps(comm, args.trace):
+        result = trainer.run(args.bar)
     if comm.rank == 0:
-        print(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, {result.tokens_per_second:,.0f} tokens/s\n\n{text}",
-              flush=True)
-        if args.out:
-            summary = {"losses": result.losses, "payload": result.payload, "sample": text,
-                       "tokens_per_second": result.tokens_per_second}
-            (args.out / "summary.json").write_text(json.dumps(summary) + "\n", encoding="utf-8")
+        report(result, args, data.tokenizer)
     return 0
+
+
+def found(resume: str, out: Path | None) -> Path:
+    """The checkpoint to go on from: the one named, or the last in a folder of checkpoints."""
+    folder = Path(resume) if resume else out / "checkpoints" if out else Path()
+    if (folder / "manifest.json").exists():
+        return folder
+    last = latest(folder)
+    if last is None:
+        raise ValueError(f"there is no checkpoint in {folder} to go on from")
+    return last
+
+
+def told(comm: Comm, act: Callable[[], str]) -> str:
+    """The text that `act` gives on rank 0, on every rank."""
+    return comm.gather_texts(comm.on_first(act) or "")[0]
+
+
+def settings_of(comm: Comm, args: argparse.Namespace, checkpoint: Path | None) -> dict[str, dict[str, Any]]:
+    """The settings of each section: those of a checkpoint's run, over them the TOML file's, over them the flags.
+
+    Only what is set somewhere, or has a default that is not to be derived, is there.
+    """
+    def from_files() -> dict[str, dict[str, Any]]:
+        values = saved_settings(checkpoint) if checkpoint else {section: {} for section in SECTIONS}
+        file = read_toml(args.config, SECTIONS) if args.config else {}
+        return {section: values[section] | file.get(section, {}) for section in SECTIONS}
+    files = json.loads(told(comm, lambda: json.dumps(from_files())))
+    given = {section: {name: value for name, value in vars(args).items() if name in SECTIONS[section]} for section in SECTIONS}
+    start = {section: {k: v for k, v in default.items() if k != "max_seq_len"} for section, default in SECTIONS.items()}
+    return {s: start[s] | checked(files[s], SECTIONS[s], s) | given[s] for s in SECTIONS}
+
+
+def saved_settings(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """Those of the run that a checkpoint is of."""
+    about = read_manifest(checkpoint)["about"]
+    kept = {"training": about.get("options", {}), "model": about.get("config", {}), "data": about.get("source", {})}
+    kept["model"] = {name: value for name, value in kept["model"].items() if name != "vocab_size"}
+    return {section: checked(kept.get(section, {}), SECTIONS[section], f"{checkpoint}: {section}") for section in SECTIONS}
+
+
+def read_data(comm: Comm, source: Source, options: Options) -> Data:
+    """The tokens on every rank: a token file is mapped by all; of a text, rank 0 tells the others (one rank's disk may not be
+    another's)."""
+    if source.tokens:
+        tokens, tokenizer = open_tokens(source.tokens)
+        return Data.split(tokens, options, tokenizer, vars(source))
+    made: list[np.ndarray] = []
+
+    def read() -> str:
+        text = read_text(source.text) if source.text else standard_library()
+        tokenizer = make_tokenizer(source.tokenizer, text, source.vocab_size)
+        made.append(tokenizer.encode(text))
+        return json.dumps(tokenizer.to_dict())
+    tokenizer = tokenizer_from(json.loads(told(comm, read)))
+    size = int(comm.broadcast(np.array([made[0].size if made else 0]))[0])
+    tokens = comm.broadcast(made[0] if made else np.zeros(size, np.int64))
+    return Data.split(tokens, options, tokenizer, vars(source))
+
+
+def report(result: Result, args: argparse.Namespace, tokenizer: Tokenizer) -> None:
+    """What rank 0 prints and writes at the end."""
+    e = result.evaluation
+    print(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, {result.tokens_per_second:,.0f} tokens/s")
+    if e:
+        bits = "" if e.bits_per_byte is None else f", {e.bits_per_byte:.4f} bits per byte"
+        print(f"validation loss {e.loss:.4f}{bits}")
+    print(f"\n{result.sample}", flush=True)
+    if args.out:
+        summary = {"losses": result.losses, "payload": result.payload, "sample": result.sample,
+                   "tokens_per_second": result.tokens_per_second, "validation_loss": e and e.loss,
+                   "bits_per_byte": e and e.bits_per_byte}
+        (args.out / "summary.json").write_text(json.dumps(summary) + "\n", encoding="utf-8")
+        write_tokenizer(args.out / "tokenizer.json", tokenizer)
+    if args.plot:
+        print(draw_losses(args.out / "loss.png", curves(read_log(args.out / "log.jsonl")), "nats per token"))
+
+
+def curves(rows: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
+    """The curves in a log by their label: (steps, losses)."""
+    names = {"loss": "training", "validation_loss": "validation"}
+    found = {label: [(row["step"], row[key]) for row in rows if key in row] for key, label in names.items()}
+    return {label: ([s for s, _ in points], [y for _, y in points]) for label, points in found.items() if points}
 
 
 class FirstSteps(Trace):
@@ -124,10 +220,3 @@ class FirstSteps(Trace):
             self.stop()
             return run(*arrays, **static)
         return super().call(op, run, *arrays, **static)
-
-
-def shared_corpus(comm: Comm, path: str | None) -> np.ndarray:
-    """The text's tokens on every rank: rank 0 reads, the others are told (one rank's disk may not be another's)."""
-    tokens = comm.on_first(lambda: ByteTokenizer().encode(read_text(path) if path else standard_library()))
-    size = int(comm.broadcast(np.array([0 if tokens is None else tokens.size]))[0])
-    return comm.broadcast(np.zeros(size, np.int64) if tokens is None else tokens)

@@ -1,6 +1,6 @@
 """AdamW: Adam with decoupled weight decay.  Loshchilov and Hutter 2019, algorithm 2; Kingma and Ba 2015."""
 import math
-from typing import Mapping
+from typing import Mapping, Sequence
 
 from refimpl.array import Array, in_cache, xp_of
 from refimpl.autograd import Tensor, seam
@@ -33,16 +33,31 @@ def adamw(p: Array, g: Array, m: Array, v: Array, t: int = 1, lr: float = 1e-3, 
     return in_cache(update, p, g, m, v)
 
 
-class AdamW:
-    """AdamW for named parameters; owns the moments m and v.  Weight decay applies to matrices, not to gains and biases."""
+GROUPS = ("matrices", "embeddings", "vectors")
 
-    def __init__(self, lr: float, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
-                 weight_decay: float = 0.1) -> None:
+
+def group_of(name: str, ndim: int) -> str:
+    """The group that a parameter belongs to.  A matrix that is embedding and head in one is an embedding.
+
+    >>> [group_of(*p) for p in (("layers.0.attn.q.w", 2), ("positions.w", 2), ("norm.g", 1))]
+    ['matrices', 'embeddings', 'vectors']
+    """
+    if ndim < 2:
+        return "vectors"
+    return "embeddings" if name in ("embed.w", "positions.w") else "matrices"
+
+
+class AdamW:
+    """AdamW for named parameters; owns the moments m and v.  Weight decay applies to the groups of parameters in `decay`; gains
+    and biases are vectors."""
+
+    def __init__(self, lr: float, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1,
+                 decay: Sequence[str] = ("matrices", "embeddings")) -> None:
         if not (lr > 0 and math.isfinite(lr)):
             raise ValueError(f"the learning rate must be a positive number, got {lr}")
         if not 0 <= weight_decay < math.inf:
             raise ValueError(f"weight_decay must be finite and at least 0, got {weight_decay}")
-        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
+        self.lr, self.betas, self.eps, self.weight_decay, self.decay = lr, betas, eps, weight_decay, decay
         self.t = 0
         self.m: dict[str, Array] = {}
         self.v: dict[str, Array] = {}
@@ -55,7 +70,7 @@ class AdamW:
             g = grads[name]
             require_reduced(name, g)
             zero = xp_of(p.array).zeros(p.shape, p.dtype)
-            decay = self.weight_decay if len(p.shape) > 1 else 0.0
+            decay = self.weight_decay if group_of(name, len(p.shape)) in self.decay else 0.0
             new, self.m[name], self.v[name] = adamw(p.array, g.array, self.m.get(name, zero), self.v.get(name, zero), t=self.t,
                                                     lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=decay)
             out[name] = Tensor(new, p.layout, None, name, p.cut, p.shared)

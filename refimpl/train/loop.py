@@ -1,172 +1,248 @@
-"""The training loop: steps, a progress bar and a JSONL log on rank 0, and what a comparison with another run needs."""
-import json
+"""The training loop: steps, evaluations, samples, checkpoints, and what a comparison with another run needs."""
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Mapping
 
 import numpy as np
 
 from refimpl import tensorfile
-from refimpl.array import device_module, float_dtype, to_host
-from refimpl.autograd import Tensor
+from refimpl.array import device_module, to_host
+from refimpl.autograd import Round, Tensor, bfloat16
 from refimpl.comm import Ledger, Mesh, local_rank
-from refimpl.models import Config, init, placements
-from refimpl.parallel import check_replicas, clip, gather, gradient_norm
+from refimpl.generate import sample
+from refimpl.models import Config, init
+from refimpl.parallel import Reduction, RowReduction, check_replicas, clip, gather, gather_rows, gradient_norm
 from refimpl.train.adamw import AdamW
-from refimpl.train.data import Sampler
-from refimpl.train.schedule import SCHEDULES, learning_rate
+from refimpl.train.checkpoint import latest, read_manifest
+from refimpl.train.data import Data, Sampler
+from refimpl.train.evaluate import Evaluation, evaluate
+from refimpl.train.log import Log, Progress
+from refimpl.train.options import Options
+from refimpl.train.schedule import learning_rate
+from refimpl.train.state import State
 from refimpl.train.step import gradients
 
-
-@dataclass(frozen=True)
-class Options:
-    """How to train.
-
-    batch_size      samples of a step over all ranks and micro-batches
-    lr              the learning rate; schedule, warmup and floor: see schedule.py
-    clip            the largest norm of a gradient, of all parameters together; 0: any
-    check_replicas  before the first of so many steps, ranks compare what they hold in common; 0: never
-    """
-    steps: int = 60
-    batch_size: int = 8
-    seq_len: int = 64
-    accumulate: int = 1
-    lr: float = 1e-3
-    schedule: str = "constant"
-    warmup: int = 0
-    floor: float = 0.0
-    weight_decay: float = 0.1
-    clip: float = 0.0
-    seed: int = 0
-    check_replicas: int = 100
-    dtype: str = "float64"
-    device: str = "numpy"
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "seq_len", "accumulate"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
-        if self.warmup < 0:
-            raise ValueError(f"warmup must be at least 0, got {self.warmup}")
-        if not 0 <= self.floor <= 1:
-            raise ValueError(f"floor must be in [0, 1], got {self.floor}")
-        for name in ("clip", "check_replicas"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
-        float_dtype(self.dtype)
+MUST_STAY = ("seed", "batch_size", "seq_len", "dtype")  # what a run that goes on cannot change: its samples, its numbers
 
 
 @dataclass
 class Result:
-    """params and grads (of the last step) are this rank's parts; `payload` is what travelled in the last step."""
+    """params are this rank's parts; `payload` is what travelled in the last step; the others are None where nobody asked."""
     params: dict[str, Tensor]
     losses: list[float]
     payload: dict[str, int]
     tokens_per_second: float
+    evaluation: Evaluation | None = None
+    sample: str | None = None
 
 
-def train(corpus: np.ndarray, cfg: Config, options: Options, mesh: Mesh, out: Path | None = None, bar: bool = False) -> Result:
-    """Train from the hash's initial weights.  With `out`, rank 0 writes log.jsonl and, for comparisons, the gradient of the
-    first and last step and the final parameters, gathered, as safetensors.
+@dataclass(frozen=True)
+class Sampling:
+    """What a sample starts with, how many tokens follow, and how boldly they are drawn (generate/sample.py)."""
+    prompt: str = "The "
+    sample: int = 200
+    temperature: float = 0.7
 
+    def __post_init__(self) -> None:
+        if self.sample < 0 or not 0 <= self.temperature < math.inf:
+            raise ValueError(f"sample and temperature must be at least 0, got {self.sample} and {self.temperature}")
+
+
+class Trainer:
+    """A run from the hash's initial weights, or from a checkpoint (`resume`): `Trainer(...).run()`.
+
+    With `out`, rank 0 writes log.jsonl and, for comparisons, the gradient of the first and last step and the final parameters,
+    gathered, as safetensors; all ranks write checkpoints, to out/checkpoints.
     Errors, on every rank: ArithmeticError where the loss is no longer finite, which names the step, and where ranks have come
-    to hold different copies of a parameter; ValueError where rank 0 cannot write to `out`, before the first step, and for a
-    mesh that training cannot use.
+    to hold different copies of a parameter; ValueError where rank 0 cannot write to `out`, before the first step, for a mesh
+    that training cannot use, and for a text that is too short.
     """
-    if mesh.cp.size > 1:
-        raise ValueError(f"training does not cut the sequence yet, so the ranks of cp={mesh.cp.size} would all do the same: "
-                         "use dp and tp")
-    table = placements(cfg, mesh)
-    sampler = Sampler(corpus, options.seq_len, options.seed)
-    params = init(cfg, mesh, options.seed, options.dtype, device_module(options.device, local_rank(mesh.world)))
-    optimizer = AdamW(options.lr, weight_decay=options.weight_decay)
-    run = {"config": cfg.to_dict(), "options": asdict(options), "mesh": str(mesh)}
-    log = mesh.world.on_first(lambda: Log(out, run)) or Log(None, run)
-    losses: list[float] = []
-    payload: dict[str, int] = {}
-    seconds = 0.0
-    tokens = options.batch_size * options.seq_len
-    for step in progress(options.steps, bar and mesh.world.rank == 0):
-        if options.check_replicas and step % options.check_replicas == 0:
-            check_replicas(params, table, mesh)
+
+    def __init__(self, data: Data, cfg: Config, options: Options, mesh: Mesh, out: Path | None = None,
+                 sampling: Sampling | None = None) -> None:
+        if mesh.cp.size > 1:
+            raise ValueError(f"training does not cut the sequence yet, so the ranks of cp={mesh.cp.size} would all do the "
+                             "same: use dp and tp")
+        self.data, self.cfg, self.options, self.mesh, self.out = data, cfg, options, mesh, out
+        self.sampling = sampling
+        self.sampler = Sampler(data.train, options.seq_len, options.seed)
+        if len(data.validation):
+            Sampler(data.validation, options.seq_len, options.seed, "validation")       # long enough, or said now
+        self.xp = device_module(options.device, local_rank(mesh.world))
+        optimizer = AdamW(options.lr, (options.beta1, options.beta2), weight_decay=options.weight_decay, decay=options.decay)
+        self.state = State(cfg, mesh, init(cfg, mesh, options.seed, options.array_dtype, self.xp), optimizer, options.zero)
+        self.best, self.waited = math.inf, 0            # the best validation loss, and how many were not better since
+        self.checkpoints = out / "checkpoints" if out else Path()
+
+    def resume(self, path: Path) -> None:
+        """Go on from a checkpoint of the same model and data, saved on any mesh.  Error: ValueError, the same on every rank."""
+        about = self.mesh.world.on_first(lambda: self.require_own(path)) or {"best": None, "waited": 0}
+        best, self.waited = about["best"], about["waited"]
+        best, waited = self.mesh.world.broadcast(np.array([math.inf if best is None else best, self.waited])).tolist()
+        self.best, self.waited = best, int(waited)
+        self.state.load(path, self.xp)
+
+    def require_own(self, path: Path) -> dict[str, Any]:
+        """What a checkpoint says about its run.  Error: ValueError unless it is of this one."""
+        about, mine = read_manifest(path)["about"], self.about()
+        for part, names in (("config", mine["config"]), ("options", MUST_STAY), ("data", mine["data"])):
+            saved = about.get(part)
+            if not isinstance(saved, dict) or not {"best", "waited"} <= about.keys():
+                raise ValueError(f"{path} does not say of which run it is: it was not saved in training")
+            for name in names:
+                if saved.get(name) != mine[part][name]:
+                    raise ValueError(f"{path} is of another run: {name} of its {part} is {saved.get(name)}, here it is "
+                                     f"{mine[part][name]}")
+        if (last := latest(self.checkpoints)) and last.name > path.name and last.parent == path.parent:
+            raise ValueError(f"{self.out} has a later checkpoint, {last.name}: go on from there, or choose another folder")
+        return about
+
+    def about(self) -> dict[str, Any]:
+        """What a checkpoint says about its run (rank 0 writes it)."""
+        return {"config": self.cfg.to_dict(), "options": asdict(self.options), "mesh": str(self.mesh),
+                "data": self.fingerprint, "source": dict(self.data.source),
+                "best": self.best if math.isfinite(self.best) else None, "waited": self.waited}
+
+    @cached_property
+    def fingerprint(self) -> dict[str, int]:
+        return self.data.fingerprint()
+
+    def run(self, bar: bool = False) -> Result:
+        """Train to the last step, or until `patience` is at its end."""
+        o, first = self.options, self.state.optimizer.t
+        if first >= o.steps:
+            raise ValueError(f"the checkpoint is of step {first}, and the run has {o.steps} steps: there is nothing to do")
+        self.log = self.mesh.world.on_first(lambda: self.new_log(first)) or Log(None, {})
+        self.progress = Progress(o.steps, first, bar and self.mesh.world.rank == 0)
+        self.result = Result({}, [], {}, 0.0)
+        seconds = 0.0
+        try:
+            for step in range(first, o.steps):
+                start, last = time.perf_counter(), step == o.steps - 1
+                grads, row = self.step(step)
+                elapsed = time.perf_counter() - start
+                seconds += elapsed
+                self.report(step, row, elapsed)
+                if len(self.data.validation) and (last or due(o.eval_every, step)):
+                    last |= self.judge(step)
+                if self.sampling and (last or due(o.sample_every, step)):
+                    self.show_sample(step)
+                if self.out and step == first:
+                    self.write("grads_first", grads)
+                if self.out and o.save_every and (last or due(o.save_every, step)):
+                    self.state.save(self.checkpoints, self.about() if self.mesh.world.rank == 0 else {}, o.keep, o.merged)
+                if last:
+                    break
+            if self.out:
+                self.write("grads_last", grads)
+                self.write("params", self.state.params)
+        finally:
+            self.log.close()
+            self.progress.close()
+        self.result.params = self.state.params
+        self.result.tokens_per_second = len(self.result.losses) * o.batch_size * o.seq_len / seconds
+        return self.result
+
+    def new_log(self, first: int) -> Log:
+        if self.out and not first and (old := latest(self.checkpoints)):
+            raise ValueError(f"{self.out} has checkpoints, the last is {old.name}: resume from there, or choose another folder")
+        return Log(self.out, {"config": self.cfg.to_dict(), "options": asdict(self.options), "mesh": str(self.mesh)}, first)
+
+    def step(self, step: int) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Step 0, 1, ...: the gradient and what is to be logged."""
+        o, state, mesh = self.options, self.state, self.mesh
+        if o.check_replicas and step % o.check_replicas == 0:
+            check_replicas(state.params, state.placements, mesh)
         mesh.ledger.clear()
-        start = time.perf_counter()
-        batches = sampler.step(step, options.batch_size, options.accumulate, mesh)
-        g = gradients(params, batches, cfg, mesh, options.seed, step)
-        if not math.isfinite(g.loss):
-            raise ArithmeticError(f"the loss is {g.loss} at step {step + 1}: try a smaller learning rate than {options.lr}")
-        norm = gradient_norm(g.grads, table, mesh) if options.clip else 0.0
-        if not math.isfinite(norm):
-            raise ArithmeticError(f"the gradient's norm is {norm} at step {step + 1}: try a smaller learning rate than "
-                                  f"{options.lr}")
-        optimizer.lr = learning_rate(step, options.steps, options.lr, options.schedule, options.warmup, options.floor)
-        params = optimizer.step(params, clip(g.grads, norm, options.clip) if options.clip else g.grads)
-        elapsed = time.perf_counter() - start
-        seconds += elapsed
-        losses.append(g.loss)
-        payload = payload_by_axis(mesh.ledger)
-        log.write(step=step + 1, loss=g.loss, lr=optimizer.lr, seconds=round(elapsed, 6),
-                  tokens_per_second=round(tokens / elapsed, 1),
-                  **({"norm": norm} if options.clip else {}))
-        if out and step == 0:
-            save(out / "grads_first.safetensors", g.grads, cfg, mesh)
-        if out and step == options.steps - 1:
-            save(out / "grads_last.safetensors", g.grads, cfg, mesh)
-    if out:
-        save(out / "params.safetensors", params, cfg, mesh)
-    log.close()
-    return Result(params, losses, payload, options.steps * tokens / seconds)
+        batches = self.sampler.step(step, o.batch_size, o.accumulate, mesh)
+        with self.precision():
+            g = gradients(self.weights(), batches, self.cfg, mesh, o.seed, step, RowReduction if o.zero else Reduction)
+        row, grads = {"loss": g.loss}, g.grads
+        self.require_finite("loss", g.loss, step)
+        if o.clip:
+            row["norm"] = norm = gradient_norm(grads, state.optimizer_table, mesh)
+            self.require_finite("gradient's norm", norm, step)
+            grads = clip(grads, norm, o.clip)
+        row["lr"] = state.optimizer.lr = learning_rate(step, o.steps, o.lr, o.schedule, o.warmup, o.floor)
+        state.update(grads)
+        return g.grads, row
+
+    def require_finite(self, what: str, value: float, step: int) -> None:
+        if not math.isfinite(value):
+            saved = latest(self.checkpoints) if self.out else None
+            raise ArithmeticError(f"the {what} is {value} at step {step + 1}: try a smaller learning rate than "
+                                  f"{self.options.lr}" + (f"; the last checkpoint is {saved}" if saved else ""))
+
+    def precision(self) -> Any:
+        return Round() if self.options.dtype == "bfloat16" else nullcontext()
+
+    def weights(self) -> dict[str, Tensor]:
+        """What the model computes with: the parameters, which for bfloat16 are the masters of rounded ones."""
+        params = self.state.params
+        if self.options.dtype != "bfloat16":
+            return params
+        return {name: Tensor(bfloat16(t.array), t.layout, None, name, t.cut, t.shared) for name, t in params.items()}
+
+    def report(self, step: int, row: dict[str, float], seconds: float) -> None:
+        speed = self.options.batch_size * self.options.seq_len / seconds
+        self.result.losses.append(row["loss"])
+        self.result.payload = payload_by_axis(self.mesh.ledger)
+        self.log.write(step=step + 1, **row, seconds=round(seconds, 6), tokens_per_second=round(speed, 1))
+        self.progress.step(step + 1, row["loss"], speed)
+
+    def judge(self, step: int) -> bool:
+        """Evaluate, and say whether `patience` is at its end."""
+        o = self.options
+        with self.precision():
+            e = evaluate(self.weights(), self.data, self.cfg, self.mesh, o)
+        self.result.evaluation = e
+        self.best, self.waited = min(e.loss, self.best), 0 if e.loss < self.best else self.waited + 1
+        self.log.write(step=step + 1, validation_loss=e.loss, bits_per_byte=e.bits_per_byte)
+        self.progress.say(f"step {step + 1}: validation loss {e.loss:.4f}" + (
+            f", {e.bits_per_byte:.4f} bits per byte" if e.bits_per_byte is not None else ""))
+        if not o.patience or self.waited < o.patience:
+            return False
+        self.progress.say(f"stopped early: the best validation loss, {self.best:.4f}, is {self.waited} evaluations old")
+        return True
+
+    def show_sample(self, step: int) -> None:
+        tokenizer, how = self.data.tokenizer, self.sampling
+        if not tokenizer or not how:
+            raise ValueError("a sample needs a tokenizer, and to be told how")
+        with self.precision():
+            tokens = sample(self.weights(), tokenizer.encode(how.prompt), how.sample, self.cfg, self.mesh, how.temperature,
+                            self.options.seed)
+        self.result.sample = tokenizer.decode(tokens)
+        self.log.write(step=step + 1, sample=self.result.sample)
+        if step < self.options.steps - 1:
+            self.progress.say(f"step {step + 1}: {self.result.sample}")
+
+    def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """The global arrays of `tensors` as out/NAME.safetensors, written by rank 0 under another name first."""
+        if self.options.zero and name != "params":
+            tensors = gather_rows(tensors, self.state.params, self.mesh)
+        whole = gather(tensors, self.state.placements, self.mesh)
+        if self.mesh.world.rank == 0 and self.out:
+            part = self.out / f"{name}.part"
+            tensorfile.write(part, {name: to_host(a) for name, a in whole.items()})
+            part.replace(self.out / f"{name}.safetensors")
+
+
+def due(every: int, step: int) -> bool:
+    """Whether step 0, 1, ... ends a round of `every` steps; 0: none does."""
+    return every > 0 and (step + 1) % every == 0
+
+
+def train(data: Data, cfg: Config, options: Options, mesh: Mesh, out: Path | None = None, bar: bool = False) -> Result:
+    """A run from the beginning to the end."""
+    return Trainer(data, cfg, options, mesh, out).run(bar)
 
 
 def payload_by_axis(ledger: Ledger) -> dict[str, int]:
     """Elements by mesh axis."""
     axes = sorted({key.axes for key, _ in ledger.rows()})
     return {axis: ledger.total(axis).elements for axis in axes}
-
-
-def save(path: Path, tensors: Mapping[str, Tensor], cfg: Config, mesh: Mesh) -> None:
-    """The global arrays of `tensors` as one file, written by rank 0 under another name first: never half a file."""
-    whole = gather(tensors, placements(cfg, mesh), mesh)
-    if mesh.world.rank == 0:
-        part = path.with_suffix(".part")
-        tensorfile.write(part, {name: to_host(a) for name, a in whole.items()})
-        part.replace(path)
-
-
-def progress(steps: int, bar: bool) -> Any:
-    """range(steps), with a progress bar where one is wanted and tqdm is there."""
-    if not bar:
-        return range(steps)
-    try:
-        import tqdm
-    except ImportError:
-        print("no progress bar: pip install '.[run]' brings tqdm", flush=True)
-        return range(steps)
-    return tqdm.trange(steps, unit="step", dynamic_ncols=True)
-
-
-class Log:
-    """JSON lines: the run first, then one line a step."""
-
-    def __init__(self, folder: Path | None, run: dict[str, Any]) -> None:
-        self.file = None
-        if folder:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                self.file = open(folder / "log.jsonl", "w", encoding="utf-8")
-            except OSError as error:
-                raise ValueError(f"the results cannot be written to {folder}: {error.strerror}") from None
-            self.write(**run)
-
-    def write(self, **row: Any) -> None:
-        if self.file:
-            self.file.write(json.dumps(row) + "\n")
-            self.file.flush()
-
-    def close(self) -> None:
-        if self.file:
-            self.file.close()

@@ -12,10 +12,10 @@ from refimpl.autograd import Tensor
 from refimpl.comm import Mesh, run_threads
 from refimpl.golden import compare, gauge_scales
 from refimpl.models import Config, init, parameters
-from refimpl.train import AdamW, Options, train
+from refimpl.train import AdamW, Data, Options, train
 
 CFG = Config(vocab_size=17, n_layers=2, n_heads=4, d_model=8, max_seq_len=6)
-CORPUS = np.arange(300) * 31 % 97 % 17
+CORPUS = Data(np.arange(300) * 31 % 97 % 17)
 OPTIONS = Options(steps=3, batch_size=5, seq_len=6, lr=1e-3)      # 5: the shares of dp are uneven, and some are empty
 
 
@@ -81,7 +81,7 @@ def test_a_mesh_that_cuts_the_sequence_is_refused(ranks):
 
 def test_training_learns_a_periodic_text():
     # with a period of 5 every token follows from the one before: the loss must go from ln V to nearly 0
-    result = train(np.arange(200) % 5, CFG, Options(steps=120, batch_size=4, seq_len=6, lr=1e-2), Mesh())
+    result = train(Data(np.arange(200) % 5), CFG, Options(steps=120, batch_size=4, seq_len=6, lr=1e-2), Mesh())
     assert abs(result.losses[0] - np.log(17)) < 0.1 and result.losses[-1] < 0.1
 
 

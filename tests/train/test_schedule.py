@@ -6,10 +6,10 @@ import pytest
 
 from refimpl.comm import Mesh
 from refimpl.models import Config
-from refimpl.train import Options, learning_rate, train
+from refimpl.train import Data, Options, learning_rate, train
 
 CFG = Config(vocab_size=17, n_layers=1, n_heads=2, d_model=8, max_seq_len=6)
-CORPUS = np.arange(300) * 31 % 97 % 17
+CORPUS = Data(np.arange(300) * 31 % 97 % 17)
 
 
 def test_warm_up_is_a_line_to_the_whole_rate():
@@ -40,7 +40,7 @@ def test_the_updates_use_the_rate_that_is_logged(tmp_path):
 
 @pytest.mark.parametrize("wrong, words", (
     ({"schedule": "linear"}, "schedule must be one of constant, cosine, got 'linear'"),
-    ({"warmup": -1}, "warmup must be at least 0, got -1"),
+    ({"warmup": -1}, "warmup must be finite and at least 0, got -1"),
     ({"floor": 1.5}, r"floor must be in \[0, 1\], got 1.5")))
 def test_options_that_cannot_be_are_named(wrong, words):
     with pytest.raises(ValueError, match=words):

@@ -1,0 +1,97 @@
+"""What a run says while it trains: log.jsonl for programs, a bar or lines for people."""
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+LINES = 20                                              # of a run whose output is not a terminal
+
+
+class Log:
+    """JSON lines in FOLDER/log.jsonl: the run first, then what happened; without a folder, nothing.
+
+    A run that goes on after step `after` keeps the lines up to there and drops what came later, a line cut off in the middle
+    included.  Error: ValueError where the folder cannot be written to
+    """
+
+    def __init__(self, folder: Path | None, run: dict[str, Any], after: int = 0) -> None:
+        self.file = None
+        if folder:
+            path, kept = folder / "log.jsonl", [json.dumps(run)]
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                if after and path.exists():
+                    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if step_of(line) <= after] + kept
+                part = path.with_suffix(".part")
+                part.write_text("\n".join(kept) + "\n", encoding="utf-8")
+                part.replace(path)
+                self.file = open(path, "a", encoding="utf-8")
+            except OSError as error:
+                raise ValueError(f"the results cannot be written to {folder}: {error.strerror}") from None
+
+    def write(self, **row: Any) -> None:
+        if self.file:
+            self.file.write(json.dumps(row) + "\n")
+            self.file.flush()
+
+    def close(self) -> None:
+        if self.file:
+            self.file.close()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The rows of a log."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def step_of(line: str) -> float:
+    """The step that a line tells of: 0 for one that begins a run, infinity for half a line."""
+    try:
+        return json.loads(line).get("step", 0)
+    except ValueError:
+        return float("inf")
+
+
+class Progress:
+    """Where a run is: a bar with the loss, tokens/s and the time left on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, steps: int, first: int, show: bool) -> None:
+        self.steps, self.first, self.show, self.start = steps, first, show, time.perf_counter()
+        self.bar = None
+        if show and sys.stderr.isatty():
+            try:
+                import tqdm
+                self.bar = tqdm.tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True)
+            except ImportError:
+                self.say("no progress bar: pip install '.[run]' brings tqdm")
+
+    def step(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """Step number `step` of 1, 2, ... is done."""
+        if self.bar:
+            self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
+            self.bar.update()
+        elif self.show and (step == self.steps or step % max(1, self.steps // LINES) == 0):
+            left = (time.perf_counter() - self.start) / (step - self.first) * (self.steps - step)
+            self.say(f"step {step}/{self.steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {clock(left)} left")
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        if self.bar:
+            self.bar.write(text, file=sys.stderr)
+        elif self.show:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self.bar:
+            self.bar.close()
+
+
+def clock(seconds: float) -> str:
+    """
+    >>> clock(59.6), clock(3671)
+    ('1:00', '1:01:11')
+    """
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

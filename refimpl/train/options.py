@@ -1,0 +1,80 @@
+"""How to train: one dataclass, whose fields are the flags of the command line and the keys of [training] in a TOML file."""
+import math
+from dataclasses import dataclass
+
+from refimpl.array import FLOATS
+from refimpl.train.adamw import GROUPS
+from refimpl.train.schedule import SCHEDULES
+
+DTYPES = (*map(str, FLOATS), "bfloat16")
+
+
+@dataclass(frozen=True)
+class Options:
+    """
+    batch_size      samples of a step over all ranks and micro-batches
+    lr              the learning rate; schedule, warmup and floor: see schedule.py; beta1, beta2, weight_decay: see adamw.py
+    decay           the groups of parameters that weight_decay applies to
+    clip            the largest norm of a gradient, of all parameters together; 0: any
+    dtype           float64, float32, or bfloat16: emulated, with float32 master weights (autograd/rounding.py)
+    zero            the optimizer's state is cut over the dp ranks (parallel/zero.py)
+    validation      the share of the tokens, the last ones, that are kept to judge by
+    eval_every      steps between two evaluations, of eval_batches batches each; 0: after the last step only
+    patience        stop after so many evaluations in a row without a better one; 0: never
+    sample_every    steps between two samples; 0: after the last step only
+    save_every      steps between two checkpoints, of which the last `keep` stay (0: all); 0: after the last step only
+    merged          rank 0 writes the whole checkpoint, instead of each rank its part
+    check_replicas  before the first of so many steps, ranks compare what they hold in common; 0: never
+    """
+    steps: int = 60
+    batch_size: int = 8
+    seq_len: int = 64
+    accumulate: int = 1
+    lr: float = 1e-3
+    schedule: str = "constant"
+    warmup: int = 0
+    floor: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.1
+    decay: tuple[str, ...] = ("matrices", "embeddings")
+    clip: float = 0.0
+    seed: int = 0
+    dtype: str = "float64"
+    device: str = "numpy"
+    zero: bool = False
+    validation: float = 0.05
+    eval_every: int = 0
+    eval_batches: int = 4
+    patience: int = 0
+    sample_every: int = 0
+    save_every: int = 0
+    keep: int = 2
+    merged: bool = False
+    check_replicas: int = 100
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "seq_len", "accumulate", "eval_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not (self.lr > 0 and math.isfinite(self.lr)):
+            raise ValueError(f"the learning rate must be a positive number, got {self.lr}")
+        for name in ("warmup", "weight_decay", "clip", "eval_every", "patience", "sample_every", "save_every", "keep",
+                     "check_replicas"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
+        for name, allowed in (("schedule", SCHEDULES), ("dtype", DTYPES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"floor must be in [0, 1], got {self.floor}")
+        for name in ("beta1", "beta2", "validation"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        if unknown := set(self.decay) - set(GROUPS):
+            raise ValueError(f"decay must list some of {', '.join(GROUPS)}, got {min(unknown)!r}")
+
+    @property
+    def array_dtype(self) -> str:
+        """That of the parameters' arrays."""
+        return "float32" if self.dtype == "bfloat16" else self.dtype
