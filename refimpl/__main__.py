@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         module.add_arguments(commands.add_parser(name, help=(module.__doc__ or "").partition(": ")[2].partition("\n")[0],
-                                                 description=module.__doc__,
+                                                 description=module.__doc__, usage=f"refimpl {name} [--FLAG VALUE ...]",
                                                  formatter_class=argparse.RawDescriptionHelpFormatter))
     args = parser.parse_args(argv)
     try:

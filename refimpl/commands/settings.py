@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Mapping
 
+LETTERS = {int: "N", float: "X", str: "NAME"}
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", tuple: "a list"}
 
 
@@ -32,7 +33,7 @@ def add_flags(group: Any, default: Mapping[str, Any], help_of: Mapping[str, str]
             group.add_argument(flag, default=argparse.SUPPRESS, metavar="A,B,...", help=text, type=lambda text: tuple(
                 int(part) if part.strip().isdecimal() else part.strip() for part in text.split(",") if part.strip()))
         else:
-            group.add_argument(flag, type=type(value), default=argparse.SUPPRESS, metavar=type(value).__name__, help=text)
+            group.add_argument(flag, type=type(value), default=argparse.SUPPRESS, metavar=LETTERS[type(value)], help=text)
 
 
 def checked(values: Any, default: Mapping[str, Any], where: str) -> dict[str, Any]:
