@@ -16,19 +16,20 @@ def adamw(p: Array, g: Array, m: Array, v: Array, t: int = 1, lr: float = 1e-3, 
     p = p - lr·(m̂/(√v̂ + eps) + weight_decay·p)
     """
     b1, b2 = betas
+    root = math.sqrt(1 - b2 ** t)                       # m̂/(√v̂ + eps) = (m/(√v + eps·root))·root/(1 - β₁ᵗ): fewer passes
 
     def update(p: Array, g: Array, m: Array, v: Array) -> tuple[Array, Array, Array]:
         m = b1 * m
         m += (1 - b1) * g
         v = b2 * v
-        v += (1 - b2) * (g * g)
-        size = xp_of(v).sqrt(v / (1 - b2 ** t))
-        size += eps
-        step = m / (1 - b1 ** t)
-        step /= size
-        step += weight_decay * p
-        step *= -lr
-        step += p
+        square = g * g
+        square *= 1 - b2
+        v += square
+        size = xp_of(v).sqrt(v)
+        size += eps * root
+        step = m / size
+        step *= -lr * root / (1 - b1 ** t)
+        step += p * (1 - lr * weight_decay)
         return step, m, v
     return in_cache(update, p, g, m, v)
 
