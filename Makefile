@@ -4,6 +4,7 @@
 # make test-peers    every op and the decoder against torch, onnx and transformers, in an environment of its own (1.5 GB)
 # make test-gpu-check  what the package uses of numpy is what the real cupy has; needs no GPU
 # make test-gpu      the ops and the decoder on a GPU (the driver is enough: cupy and CUDA 13 come from PyPI)
+# make bench         one training step beside torch's and HIPS autograd's: speed, memory, scaling
 # make bench-ops     each op's speed beside torch's
 # make bench-comm    each collective's speed beside bare mpi4py's, the cost of checks and of order, overlap (MPI=openmpi)
 # make doctor        what this machine has, and what to do about what is missing
@@ -38,7 +39,7 @@ comma := ,
 extras = [$(if $(EXTRA_$(MPI)),$(EXTRA_$(MPI))$(comma))$(1)]
 install = $(RUN) -m pip install --quiet --disable-pip-version-check --editable ".$(call extras,$(1))"
 
-.PHONY: demo test lint test-serial test-mpi test-openmpi test-programs test-peers peers bench-ops ops bench-comm test-gpu gpu test-gpu-check gpu-check doctor clean
+.PHONY: demo test lint test-serial test-mpi test-openmpi test-programs test-peers peers bench bench-train bench-ops ops bench-comm test-gpu gpu test-gpu-check gpu-check doctor clean
 
 demo: $(VENV)/ready-run
 	$(RUN) -m refimpl demo $(if $(TEXT),--text "$(TEXT)")
@@ -73,6 +74,12 @@ test-peers:
 
 peers: $(VENV)/ready-peers
 	timeout --kill-after=10 900 $(RUN) -m pytest tests/peers
+
+bench:
+	$(MAKE) VENV=$(VENV_peers) bench-train
+
+bench-train: $(VENV)/ready-peers
+	$(RUN) benchmarks/train.py
 
 bench-ops:
 	$(MAKE) VENV=$(VENV_peers) ops

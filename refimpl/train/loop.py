@@ -134,7 +134,7 @@ class Trainer:
                 if self.out and step == first:
                     self.write("grads_first", grads)
                 if self.out and o.save_every and (last or due(o.save_every, step)):
-                    self.state.save(self.checkpoints, self.about() if self.mesh.world.rank == 0 else {}, o.keep, o.merged)
+                    self.save()
                 if last:
                     break
             if self.out:
@@ -220,6 +220,11 @@ class Trainer:
         self.log.write(step=step + 1, sample=self.result.sample)
         if step < self.options.steps - 1:
             self.progress.say(f"step {step + 1}: {self.result.sample}")
+
+    def save(self) -> Path:
+        """A checkpoint of where the run is.  Errors: CheckpointError, ArithmeticError for a parameter that is not finite."""
+        about = self.about() if self.mesh.world.rank == 0 else {}
+        return self.state.save(self.checkpoints, about, self.options.keep, self.options.merged)
 
     def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """The global arrays of `tensors` as out/NAME.safetensors, written by rank 0 under another name first."""

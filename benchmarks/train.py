@@ -1,0 +1,216 @@
+"""One training step beside torch's and HIPS autograd's, interleaved: make bench, or python benchmarks/train.py where torch and
+autograd are installed.
+
+The model: GPT of 6 layers, d 384, 6 heads, T 256, V 4096, float32, AdamW, batch 8: 12.3 million parameters.  Each contender is
+a process (ours on all cores: one MPI rank a core) that sleeps until it is its turn; in every round each makes one step, in an
+order drawn anew, so that a slow moment of the machine hits all.  Shown are the medians over the rounds, the ratios to torch in
+the same round with quartiles, which share of the measured matrix-product speed 6·N·tokens amounts to, memory at its peak above
+what the imports take, and how ours scales with ranks.  All start from the same weights, and must agree about the losses.
+"""
+import argparse
+import json
+import os
+import platform
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Callable
+
+LAYERS, D, HEADS, T, BATCH, V, LR = 6, 384, 6, 256, 8, 4096, 3e-4
+CORES = len(os.sched_getaffinity(0))
+HERE = Path(__file__).parent
+
+
+def status(field: str) -> int:
+    """Bytes of this process, from /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(field + ":")).split()[1])
+
+
+# ---- a contender's process
+
+def contend(kind: str, threads: int, folder: Path) -> None:
+    """Make a step whenever the parent says so, and write down how long it took."""
+    import numpy as np
+
+    from refimpl.comm import Mesh, world
+    from refimpl.models import Config, init
+    from refimpl.rng import integers, stream
+    from refimpl.train import Data, Options, Trainer
+    if kind == "torch":
+        import torch  # noqa: F401
+    elif kind == "autograd":
+        import autograd.numpy  # noqa: F401
+    cfg = Config(vocab_size=V, n_layers=LAYERS, n_heads=HEADS, d_model=D, max_seq_len=T)
+    options = Options(steps=10 ** 6, batch_size=BATCH, seq_len=T, lr=LR, dtype="float32", check_replicas=0)
+    comm = world(checked=False) if kind == "refimpl" else None
+    rank, mesh = comm.rank if comm else 0, Mesh(dp=comm.size, comm=comm) if comm else Mesh()
+    before = status("VmRSS")
+    corpus = Data(integers(stream(0, "corpus"), np.arange(100_000), V))
+    trainer = Trainer(corpus, cfg, options, mesh)
+    run: Callable[[int], float]
+    if kind == "refimpl":
+        def run(step: int) -> float:
+            return trainer.step(step)[1]["loss"]
+    else:
+        from train_peers import hips_step, torch_step
+        weights = {name: p.array for name, p in init(cfg, mesh, 0, "float32").items()}
+        trainer.state.params = {}
+        step_of = torch_step(cfg, weights, LR, threads) if kind == "torch" else hips_step(cfg, weights, LR)
+        del weights
+
+        def run(step: int) -> float:
+            batch = next(trainer.sampler.step(step, BATCH, 1, mesh))
+            return step_of(batch.tokens, batch.targets)
+    go = open(folder / f"go.{rank}", "rb", buffering=0)
+    step = 0
+    while go.read(1) == b"s":
+        if comm:
+            comm.barrier()
+        start = time.perf_counter()
+        loss = run(step)
+        if comm:
+            comm.barrier()
+        took, step = time.perf_counter() - start, step + 1
+        if rank == 0:
+            with open(folder / "done", "w") as done:
+                done.write(json.dumps([took, loss]))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    payload = sum(trainer.mesh.ledger.total(axis).elements for axis in ("dp",)) if kind == "refimpl" else 0
+    (folder / f"memory.{rank}").write_text(json.dumps([peak, payload]))
+
+
+class Contender:
+    """A process, or the ranks of one program, that does a step at a time."""
+
+    def __init__(self, name: str, kind: str, ranks: int, threads: int, folder: Path) -> None:
+        self.name, self.kind, self.ranks, self.folder = name, kind, ranks, folder
+        folder.mkdir()
+        for fifo in ("done", *(f"go.{rank}" for rank in range(ranks))):
+            os.mkfifo(folder / fifo)
+        from refimpl.comm.launch import THREAD_VARIABLES, mpirun_command
+        launcher = mpirun_command(ranks) if ranks > 1 else []
+        command = [*launcher, sys.executable, __file__, "--contend", kind, str(threads), str(folder)]
+        cores = sorted(os.sched_getaffinity(0))[:1 if ranks * threads == 1 else CORES]
+        environment = os.environ | {name: str(threads) for name in THREAD_VARIABLES} | {"PYTHONPATH": str(HERE.parent)}
+        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL,
+                                        preexec_fn=lambda: os.sched_setaffinity(0, cores))
+        self.go = [open(folder / f"go.{rank}", "wb", buffering=0) for rank in range(ranks)]
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+
+    def step(self) -> None:
+        for go in self.go:
+            go.write(b"s")
+        with open(self.folder / "done") as done:
+            seconds, loss = json.loads(done.read())
+        self.seconds.append(seconds)
+        self.losses.append(loss)
+
+    def end(self) -> tuple[list[int], int]:
+        """Peak bytes of each rank, and elements of the last step's payload on rank 0."""
+        for go in self.go:
+            go.write(b"q")
+        if self.process.wait(timeout=60):
+            raise SystemExit(f"{self.name} failed")
+        rows = [json.loads((self.folder / f"memory.{rank}").read_text()) for rank in range(self.ranks)]
+        return [peak for peak, _ in rows], rows[0][1]
+
+
+def sgemm(threads: int) -> float:
+    """Measured FLOP/s of a product of two 2048 x 2048 matrices in float32, the best of ten, in a process of its own."""
+    program = ("import numpy as np, time; a = np.ones((2048, 2048), 'f4'); s = []\n"
+               "for _ in range(11):\n    t = time.perf_counter(); a @ a; s.append(time.perf_counter() - t)\n"
+               "print(2 * 2048 ** 3 / min(s))")
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
+    return float(subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True).stdout)
+
+
+def import_seconds(module: str) -> float:
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", f"import {module}"], check=True, env=os.environ | {"PYTHONPATH": str(HERE.parent)})
+    return time.perf_counter() - start
+
+
+# ---- the report
+
+def spread(values: list[float]) -> str:
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values * 3)
+    return f"{middle:5.2f} ({low:.2f} to {high:.2f})"
+
+
+def rounds(contenders: list[Contender], n: int) -> None:
+    """One step to warm up, then n rounds; the losses of all must agree."""
+    for contender in contenders:
+        contender.step()
+        contender.seconds.clear()
+    for _ in range(n):
+        for contender in random.sample(contenders, len(contenders)):
+            contender.step()
+    for contender in contenders[1:]:
+        worst = max(abs(a - b) for a, b in zip(contender.losses, contenders[0].losses))
+        if worst > 2e-3:
+            raise SystemExit(f"{contender.name} and {contenders[0].name} do not compute the same: losses differ by {worst}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15, help="rounds (default: %(default)s)")
+    parser.add_argument("--slow-rounds", type=int, default=3, help="rounds of HIPS autograd (default: %(default)s)")
+    parser.add_argument("--contend", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.contend:
+        return contend(args.contend[0], int(args.contend[1]), Path(args.contend[2]))
+    random.seed(0)
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")), platform.machine())
+    print(f"{CORES} cores of {cpu}, Python {platform.python_version()}, {platform.system()}; {args.rounds} rounds\n")
+    tokens = BATCH * T
+    n_all = 12 * LAYERS * D * D + 13 * LAYERS * D + 2 * D + V * D + T * D
+    n_inner = n_all - V * D - T * D
+    with tempfile.TemporaryDirectory() as folder:
+        def contender(name: str, kind: str, ranks: int = 1, threads: int = 1) -> Contender:
+            return Contender(name, kind, ranks, threads, Path(folder) / name.replace(" ", "-").replace(",", ""))
+        pairs = [(f"all {CORES} cores", contender(f"refimpl, {CORES} ranks", "refimpl", ranks=CORES),
+                  contender(f"torch, {CORES} threads", "torch", threads=CORES), sgemm(CORES)),
+                 ("one core", contender("refimpl, one core", "refimpl"), contender("torch, one core", "torch"), sgemm(1))]
+        running = [c for _, ours, theirs, _ in pairs for c in (ours, theirs)]
+        rounds(running, args.rounds)
+        memory = {c.name: c.end() for c in running}
+        columns = {"ms a step": 10, "tokens/s": 10, "torch / ours": 22, "of sgemm: N inner": 20, "all N": 8, "peak MB": 9}
+        print(" " * 22 + "".join(f"{title:>{width}}" for title, width in columns.items()))
+        for title, ours, theirs, peak in pairs:
+            ratios = [b / a for a, b in zip(ours.seconds, theirs.seconds)]
+            for c in (ours, theirs):
+                seconds = statistics.median(c.seconds)
+                shares = [6 * n * tokens / seconds / peak for n in (n_inner, n_all)]
+                print(f"{c.name:22}{seconds * 1e3:10.0f}{tokens / seconds:10,.0f}{spread(ratios) if c is ours else '':>22}"
+                      f"{shares[0]:20.0%}{shares[1]:8.0%}{sum(memory[c.name][0]) / 1e6:9.0f}")
+            print(f"  {title}: measured sgemm {peak / 1e9:.0f} GFLOP/s, memory "
+                  f"{sum(memory[ours.name][0]) / sum(memory[theirs.name][0]):.2f} of torch's")
+        slow = [contender("refimpl, one core again", "refimpl"), contender("HIPS autograd", "autograd")]
+        rounds(slow, args.slow_rounds)
+        ratios = [b / a for a, b in zip(slow[0].seconds, slow[1].seconds)]
+        print(f"\nHIPS autograd takes {statistics.median(slow[1].seconds):.1f} s a step, {spread(ratios)} times ours; its peak is "
+              f"{slow[1].end()[0][0] / 1e6:.0f} MB")
+        slow[0].end()
+        print(f"\n{'ranks':>8}{'tokens/s':>12}{'payload per rank and step':>28}")
+        for ranks in sorted({1, 2, CORES, 4}):
+            c = contender(f"scaling, {ranks}", "refimpl", ranks=ranks)
+            rounds([c], max(3, args.rounds // 3))
+            _, payload = c.end()
+            note = "   more ranks than cores" if ranks > CORES else ""
+            print(f"{ranks:8}{tokens / statistics.median(c.seconds):12,.0f}{payload:28,}{note}")
+    imports = {m: [import_seconds(m) for _ in range(9)] for m in ("numpy", "refimpl", "refimpl.train")}
+    base = statistics.median(imports.pop("numpy"))
+    more = (f"import {module} {statistics.median(seconds) - base:+.2f} s" for module, seconds in imports.items())
+    print(f"\nimport numpy {base:.2f} s; {'; '.join(more)}")
+
+
+if __name__ == "__main__":
+    main()
