@@ -196,8 +196,9 @@ def main() -> None:
         slow = [contender("refimpl, one core again", "refimpl"), contender("HIPS autograd", "autograd")]
         rounds(slow, args.slow_rounds)
         ratios = [b / a for a, b in zip(slow[0].seconds, slow[1].seconds)]
-        print(f"\nHIPS autograd takes {statistics.median(slow[1].seconds):.1f} s a step, {spread(ratios)} times ours; its peak is "
-              f"{slow[1].end()[0][0] / 1e6:.0f} MB")
+        peak = slow[1].end()[0][0]
+        print(f"\nHIPS autograd takes {statistics.median(slow[1].seconds):.1f} s a step, {spread(ratios)} times ours; its peak "
+              f"is {peak / 1e6:.0f} MB")
         slow[0].end()
         print(f"\n{'ranks':>8}{'tokens/s':>12}{'payload per rank and step':>28}")
         for ranks in sorted({1, 2, CORES, 4}):

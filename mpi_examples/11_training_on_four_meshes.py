@@ -71,7 +71,8 @@ def main(comm: Comm, plot: Path | None = None) -> None:
         print("differs" + "".join(f"{worst[name]:{15 if i == 0 else 16}.0e}" for i, name in enumerate(runs)))
         if plot:
             plot.parent.mkdir(parents=True, exist_ok=True)
-            print(draw_losses(plot, {name: (range(1, 31), losses) for name, losses in runs.items()}, "nats per byte"))
+            curves = {name: (range(1, 31), losses) for name, losses in runs.items()}
+            print(draw_losses(plot, curves, "nats per byte", nested=True))
         print(f"\nOK: {len(runs)} runs of {OPTIONS.steps} steps have the same losses, on whatever mesh")
 
 

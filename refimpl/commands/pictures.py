@@ -18,14 +18,18 @@ def pyplot() -> Any:
     return pyplot
 
 
-def draw_losses(path: Path, curves: Mapping[str, tuple[Sequence[int], Sequence[float]]], unit: str) -> str:
-    """Curves by their label, each (steps, losses), as a picture -> where it is, or what is missing."""
+def draw_losses(path: Path, curves: Mapping[str, tuple[Sequence[int], Sequence[float]]], unit: str,
+                nested: bool = False) -> str:
+    """Curves by their label, each (steps, losses), as a picture -> where it is, or what is missing.
+
+    nested  they lie on each other: each is drawn thinner than the one under it
+    """
     plot = pyplot()
     if plot is None:
         return NO_PICTURE
     figure, axes = plot.subplots(figsize=(7, 4), layout="constrained")
-    for (label, (steps, losses)), style in zip(curves.items(), ("-", "o-", "--", ":") * len(curves)):
-        axes.plot(steps, losses, style, linewidth=1.2, markersize=3, label=label)
+    for under, (label, (steps, losses)) in zip(reversed(range(len(curves))), curves.items()):
+        axes.plot(steps, losses, ".-" if len(steps) < 30 else "-", linewidth=1.2 + 2.4 * under * nested, label=label)
     axes.set_xlabel("step")
     axes.set_ylabel(f"loss ({unit})")
     axes.grid(alpha=0.3)
