@@ -25,37 +25,38 @@ def gelu_tanh(x):
     Equation:   y = ½·x·(1 + tanh u) = x·s,  s = σ(2u),  u = √(2/π)·(x + 0.044715·x³)
     Shapes:     x[...] -> y[...]
     VJP:        dx = dy·s·(1 + x·(1 - s)·2u'),  u' = √(2/π)·(1 + 3·0.044715·x²)
-    Residuals:  x, s
+    Residuals:  x   (s is computed again: as large as x, and less dear than keeping it)
     Reference:  Hendrycks and Gimpel 2016, section 2.  HF `gelu_new`
     """
-    y, s = in_cache(gelu_tanh_parts, x)
+    def forward(x):
+        return xp_of(x).maximum(x, -SIGMOID_IS_FLAT) * gelu_gate(x)     # -0 from there on to the left, also at -inf
+
+    def backward(dy, x):
+        s = gelu_gate(x)
+        u = clipped(xp_of(x), x, SIGMOID_IS_FLAT)
+        dx = u * u
+        dx *= 2 * SQRT_2_OVER_PI * 3 * 0.044715
+        dx += 2 * SQRT_2_OVER_PI                        # 2u'
+        dx *= u
+        dx *= 1 - s
+        dx += 1
+        dx *= s
+        dx *= dy
+        return dx
 
     def vjp(dy):
-        return in_cache(gelu_tanh_vjp, dy, x, s)
-    return y, vjp
+        return in_cache(backward, dy, x)
+    return in_cache(forward, x), vjp
 
 
-def gelu_tanh_parts(x):
-    with silent():                                      # x³ may overflow: then s is 0 or 1
+def gelu_gate(x):
+    """σ(2u)"""
+    with silent():                                      # x³ may overflow: then it is 0 or 1
         s = x * x                                       # in place from here: a temporary costs more than its arithmetic
         s *= 2 * SQRT_2_OVER_PI * 0.044715
         s += 2 * SQRT_2_OVER_PI
-        s *= x                                          # 2u
-    s = sigmoid_array(s)
-    return xp_of(x).maximum(x, -SIGMOID_IS_FLAT) * s, s     # -0 from there on to the left, also at -inf
-
-
-def gelu_tanh_vjp(dy, x, s):
-    u = clipped(xp_of(x), x, SIGMOID_IS_FLAT)
-    dx = u * u
-    dx *= 2 * SQRT_2_OVER_PI * 3 * 0.044715
-    dx += 2 * SQRT_2_OVER_PI                            # 2u'
-    dx *= u
-    dx *= 1 - s
-    dx += 1
-    dx *= s
-    dx *= dy
-    return dx
+        s *= x
+    return sigmoid_array(s)
 
 
 @op

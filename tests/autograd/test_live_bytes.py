@@ -28,7 +28,7 @@ def elements_of_a_block():
         "attention": 3 * B * T * D + B * H * T * T,     # q, k, v (the outputs of linear, seen through transposes) and p
         "o": B * T * D,                                 # linear: x, the heads merged
         "norm2": norm, "up": B * T * D,                 # linear: x, the output of norm2
-        "gelu_tanh": 2 * B * T * F,                     # x (the output of up) and t
+        "gelu_tanh": B * T * F,                         # x (the output of up)
         "down": B * T * F,                              # linear: x, the output of gelu
     }.values())                                         # reshape, transpose, copy_to, reduce_from, add: none
 
@@ -80,7 +80,7 @@ def test_a_recomputed_step_keeps_the_inputs_of_its_blocks(dtype):
 
 @pytest.mark.parametrize("fn, shapes, kept", [
     (linear, ((3, 5), (5, 7)), 0),                      # x and w are inputs; y belongs to nobody
-    (gelu_tanh, ((3, 5),), 3 * 5),                      # t
+    (gelu_tanh, ((3, 5),), 0),                          # x alone, which is not its own
     (layer_norm, ((3, 5), (5,), (5,)), 3 * 5 + 3),      # xhat, r
     (swiglu, ((3, 5), (3, 5)), 3 * 5),                  # s
     (attention, ((1, 2, 3, 4),) * 3, 2 * 3 * 3)])       # p
