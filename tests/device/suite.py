@@ -6,7 +6,7 @@ rounding that the dtype must make (check/tools.py).
 import numpy as np
 
 from refimpl.array import to_host
-from refimpl.autograd import REGISTRY
+from refimpl.autograd import REGISTRY, bfloat16
 from refimpl.cases import CASES
 from refimpl.check.tools import EXACT, cast, conditioned, cotangents, evaluate
 from refimpl.comm import Mesh, shares
@@ -99,6 +99,12 @@ def trained(xp, dtype, mesh=SERIAL, steps=3):
         losses.append(g.loss)
         first = first or gather(g.grads, placements(CONFIG, mesh), mesh)
     return losses, first, gather(params, placements(CONFIG, mesh), mesh)
+
+
+def check_bfloat16(xp):
+    """Rounding is bit arithmetic: the same bits on the device."""
+    x = np.array([[1 + 2 ** -8, -3e38, np.inf], [-0.0, 1e-40, 3.4e38]], "float32")
+    assert to_host(bfloat16(xp.asarray(x))).tobytes() == bfloat16(x).tobytes()
 
 
 def check_decoder(xp, dtype, mesh=SERIAL, exact=True):

@@ -29,6 +29,10 @@ def test_decoder_gives_numpys_numbers(gpu, dtype):
     suite.check_decoder(gpu, dtype, exact=False)
 
 
+def test_bfloat16_is_rounded_as_by_numpy(gpu):
+    suite.check_bfloat16(gpu)
+
+
 @pytest.mark.parametrize("dims", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_decoder_on_a_mesh_gives_numpys_numbers(gpu, dims):
     """Ranks as threads that share the GPU; collectives go through the host."""

@@ -74,6 +74,7 @@ def everything():
     run_threads(2, lambda comm: comm.all_reduce(double.asarray(np.arange(3))))
     returned(fetched(double.asarray(np.arange(3))), double.asarray(np.eye(3)))
     to_host(double.asarray(np.eye(3)))
+    suite.check_bfloat16(double)
 
 
 def test_every_method_operator_and_argument_of_the_table_is_used():
