@@ -36,8 +36,7 @@ def attention(q, k, v, q_documents=None, k_documents=None, mask=Mask(), scale=No
     n = H // G if G else 0
     factor = 1 / math.sqrt(K) if scale is None else float(scale)
     grouped = (B, G, n * T, K)                          # the query heads of a group, one under the other
-    s = product(q.reshape(grouped), k.swapaxes(2, 3)).reshape(B, H, T, S)
-    s *= factor
+    s = product((q * factor).reshape(grouped), k.swapaxes(2, 3)).reshape(B, H, T, S)
     out_of_sight = hidden(xp, mask, T, S, q_documents, k_documents)
     if out_of_sight is not None:
         xp.copyto(s, -xp.inf, where=out_of_sight)
@@ -51,8 +50,9 @@ def attention(q, k, v, q_documents=None, k_documents=None, mask=Mask(), scale=No
         ds = product(dy, v.swapaxes(2, 3))              # dp
         ds -= row_dot(pg, ds)
         ds *= pg
-        ds *= factor
-        return product(ds, k).reshape(q.shape), product(ds.swapaxes(2, 3), q.reshape(grouped)), dv, None, None
+        dq = product(ds, k).reshape(q.shape)
+        dq *= factor                                    # not ds, which is larger
+        return dq, product(ds.swapaxes(2, 3), (q * factor).reshape(grouped)), dv, None, None
     return y, vjp
 
 

@@ -19,8 +19,8 @@ def cross_entropy(logits, targets, ignore_index=IGNORE, smoothing=0.0, smoothing
 
     Equation:   y = Σ (lse - Σ_v t_v·logits_v + z·lse²),  count = number of targets ≠ ignore_index,  z the z-loss coefficient
     Shapes:     logits[..., V], targets int[...] -> y[], count int[]
-    VJP:        dlogits = dy·((1 + 2·z·lse)·softmax(logits) - t), 0 in rows that are ignored
-    Residuals:  p, rows, at, columns, lse
+    VJP:        dlogits = dy·((1 + 2·z·lse)·softmax(logits) - t), softmax = e/total; 0 in rows that are ignored
+    Residuals:  e, total, rows, at, columns, lse
     Reference:  Goodfellow et al. 2016, section 6.2.2; z-loss: Chowdhery et al. 2022 (PaLM), section 5
     """
     return cross_entropy_sum(logits, targets, logits.shape[-1] if logits.ndim else 0, ignore_index=ignore_index,
@@ -55,11 +55,10 @@ def cross_entropy_sum(logits, targets, V, first=0, all_reduce=None, pieces=1, ig
     sums[1][at] = x[at, columns]
     if low:
         sums[2] = row_sum(x, pieces, logits.shape[-1])
-    p = xp.exp(x, out=x)
-    sums[0] = row_sum(p, pieces, logits.shape[-1])
+    e = xp.exp(x, out=x)
+    sums[0] = row_sum(e, pieces, logits.shape[-1])
     sums = all_reduce(sums, "sum") if all_reduce else sums
     total = xp.where(sums[0] == 0, xp.ones_like(sums[0]), sums[0])
-    p /= total[:, None]
     log_total = xp.log(total)
     lse = m[:, 0] + log_total
     # Σ t = 1, so lse - Σ t·logits = ln Σ - Σ t·(logits - m), which does not subtract two large numbers
@@ -71,11 +70,10 @@ def cross_entropy_sum(logits, targets, V, first=0, all_reduce=None, pieces=1, ig
     shape = logits.shape
 
     def vjp(dy, dcount=None):
-        d = p * (1 + 2 * z_loss * lse)[:, None] if z_loss else p * 1
+        d = e * ((1 + 2 * z_loss * lse if z_loss else 1) * dy / total)[:, None]      # softmax is e / total
         if low:
-            d -= low
-        d[at, columns] -= high - low                    # each row once: no duplicates
-        d *= dy
+            d -= low * dy
+        d[at, columns] -= (high - low) * dy             # each row once: no duplicates
         if whole and here == shape[-1]:
             return d.reshape(shape), None
         dlogits = xp.zeros((math.prod(shape[:-1]), shape[-1]), d.dtype)

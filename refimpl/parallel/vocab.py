@@ -99,7 +99,7 @@ def vocab_parallel_cross_entropy(logits, targets, comm=None, n_words=0, n_rows=N
     Equation:   y = Σ (lse - Σ_v t_v·logits_v + z·lse²),  count = number of targets ≠ ignore_index;  v runs over all n_words
     Shapes:     logits[..., V/tp] Shard(-1), targets int[...] Replicated -> y[], count int[] Replicated
     VJP:        dlogits = dy·((1 + 2·z·lse)·softmax(logits) - t), the own columns; 0 in padding and in ignored rows
-    Residuals:  p, rows, at, columns, lse
+    Residuals:  e, total, rows, at, columns, lse
     Error:      ValueError, on every rank, for a target that is neither one of the n_words nor ignore_index
     Reference:  Megatron vocab_parallel_cross_entropy (whose smoothing is over the "others")
     """

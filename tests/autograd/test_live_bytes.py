@@ -34,10 +34,10 @@ def elements_of_a_block():
 
 
 def bytes_of_the_head(itemsize):
-    """The last norm and its output; of cross_entropy p and lse of the rows that count, their numbers, which of them have their
-    targets here, and where, and the count it returned (the sum is a scalar of numpy's, which Count takes for nothing).  Of the
-    embedding the tokens whose words are here, and their rows."""
-    return itemsize * (2 * B * T * D + B * T + N * V + N) + INTEGER * (3 * N + 1 + 2 * B * T)
+    """The last norm and its output; of cross_entropy e, total and lse of the rows that count, their numbers, which of them have
+    their targets here, and where, and the count it returned (the sum is a scalar of numpy's, which Count takes for nothing).
+    Of the embedding the tokens whose words are here, and their rows."""
+    return itemsize * (2 * B * T * D + B * T + N * V + 2 * N) + INTEGER * (3 * N + 1 + 2 * B * T)
 
 
 def live_after_forward(loss, dtype):
