@@ -1,10 +1,14 @@
 """The command line: python -m refimpl train | tokenize | demo | doctor.  `python -m refimpl COMMAND --help` explains each."""
 import argparse
+import re
 import sys
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from difflib import get_close_matches
+from io import StringIO
 from typing import Sequence
 
 from refimpl.comm import CommError
-from refimpl.comm.launch import INTERRUPTED, fail
+from refimpl.comm.launch import INTERRUPTED, fail, launched_rank
 from refimpl.commands import demo, doctor, tokenize, train
 
 COMMANDS = {"train": train, "tokenize": tokenize, "demo": demo, "doctor": doctor}
@@ -12,14 +16,9 @@ COMMANDS = {"train": train, "tokenize": tokenize, "demo": demo, "doctor": doctor
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.  What the user got wrong ends in one sentence, without a traceback, and all ranks end."""
-    parser = argparse.ArgumentParser(prog="refimpl", description=__doc__)
-    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        module.add_arguments(commands.add_parser(name, help=(module.__doc__ or "").partition(": ")[2].partition("\n")[0],
-                                                 description=module.__doc__, usage=f"refimpl {name} [--FLAG VALUE ...]",
-                                                 formatter_class=argparse.RawDescriptionHelpFormatter))
-    args = parser.parse_args(argv)
+    with redirect_stderr(StringIO()) if launched_rank() else nullcontext(), \
+            redirect_stdout(StringIO()) if launched_rank() else nullcontext():      # rank 0 speaks for all
+        args = parse(argv)
     try:
         return int(COMMANDS[args.command].run(args))
     except (ValueError, ArithmeticError, CommError, OSError) as error:
@@ -28,6 +27,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         fail(f"refimpl {args.command}: {error}")
     except KeyboardInterrupt:
         fail(f"refimpl {args.command}: interrupted", INTERRUPTED)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="refimpl", description=__doc__)
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parsers = {}
+    for name, module in COMMANDS.items():
+        parsers[name] = commands.add_parser(name, help=(module.__doc__ or "").partition(": ")[2].partition("\n")[0],
+                                            description=module.__doc__, usage=f"refimpl {name} [--FLAG VALUE ...]",
+                                            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+        module.add_arguments(parsers[name])
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = set(re.findall(r"--[a-z][a-z0-9-]*", parsers[args.command].format_help()))
+        near = get_close_matches(unknown[0].partition("=")[0], flags, n=3)
+        parsers[args.command].error(f"there is no {unknown[0]}: " + (
+            f"did you mean {' or '.join(near)}?" if near else f"refimpl {args.command} --help lists what there is"))
+    return args
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The commands of `python -m refimpl`: train.py, demo.py, doctor.py."""
+"""The commands of `python -m refimpl`: train.py, tokenize.py, demo.py, doctor.py."""

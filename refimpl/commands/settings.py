@@ -13,8 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Mapping
 
-LETTERS = {int: "N", float: "X", str: "NAME"}
-KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", tuple: "a list"}
+LETTERS = {int: "N", float: "X", str: "TEXT"}
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", tuple: "a list of texts or of numbers"}
 
 
 def defaults(cls: Any, example: Any = None, leave_out: str = "") -> dict[str, Any]:
@@ -25,8 +25,11 @@ def defaults(cls: Any, example: Any = None, leave_out: str = "") -> dict[str, An
 def add_flags(group: Any, default: Mapping[str, Any], help_of: Mapping[str, str]) -> None:
     """A flag for each setting.  What is not given does not appear in the parsed arguments."""
     for name, value in default.items():
-        flag, shown = "--" + name.replace("_", "-"), ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        text = help_of[name] + (f" (default: {shown})" if shown else "")
+        flag, text = "--" + name.replace("_", "-"), help_of[name]
+        shown = {True: "yes", False: "no"}[value] if isinstance(value, bool) else \
+            ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        if shown and "(default:" not in text:
+            text += f" (default: {shown})"
         if isinstance(value, bool):
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         elif isinstance(value, tuple):
@@ -46,9 +49,12 @@ def checked(values: Any, default: Mapping[str, Any], where: str) -> dict[str, An
         if name not in default:
             raise ValueError(f"{where} has no key {name!r}: its keys are {', '.join(default)}")
         kind = type(default[name])
-        value = tuple(value) if isinstance(value, list) else float(value) if kind is float and type(value) is int else value
+        if kind is float and type(value) is int and abs(value) < 2 ** 1000:
+            value = float(value)
+        if kind is tuple and isinstance(value, list) and {type(v) for v in value} in ({int}, {str}, set()):
+            value = tuple(value)
         if type(value) is not kind:
-            raise ValueError(f"{where}: {name} must be {KINDS[kind]}, got {json.dumps(value, default=str)}")
+            raise ValueError(f"{where}: {name} must be {KINDS[kind]}, got {json.dumps(value, default=str)[:100]}")
         out[name] = value
     return out
 

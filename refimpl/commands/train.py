@@ -31,7 +31,7 @@ from refimpl.text import (ByteTokenizer, Tokenizer, make_tokenizer, open_tokens,
 from refimpl.train import Data, Options, Result, Sampling, Trainer, latest
 from refimpl.train.adamw import GROUPS
 from refimpl.train.checkpoint import read_manifest
-from refimpl.train.log import read_log
+from refimpl.train.log import printable, read_log, short
 from refimpl.train.options import DTYPES
 
 SMALL = Config(vocab_size=ByteTokenizer.vocab_size, n_layers=2, n_heads=4, d_model=96, max_seq_len=64)
@@ -56,13 +56,14 @@ HELP = {
         "schedule": "constant or cosine", "warmup": "steps in which the learning rate grows to lr",
         "floor": "where the cosine ends, as a share of lr", "beta1": "AdamW's decay of the first moment",
         "beta2": "AdamW's decay of the second moment", "weight_decay": "weight decay",
-        "decay": f"what weight decay applies to, of {', '.join(GROUPS)}", "clip": "largest norm of the gradient, 0: any",
+        "decay": f"what weight decay applies to, of {', '.join(GROUPS)}",
+        "clip": "largest norm of the gradient: a larger one is scaled down to it, 0: none is",
         "seed": "of the initial weights, the samples and dropout", "dtype": f"{', '.join(DTYPES)} (emulated)",
         "device": "numpy, or cupy: one GPU per local rank",
         "zero": "ZeRO-1: each dp rank keeps its share of the optimizer's state only",
-        "validation": "share of the text, its end, that is kept to judge by: a sample at least, nothing of less than two",
+        "validation": "share of the text, from its end, that is not learnt from but judged by (one sample at least)",
         "eval_every": "steps between two evaluations, 0: at the end", "eval_batches": "batches of an evaluation",
-        "patience": "stop after so many evaluations without a better one, 0: never",
+        "patience": "stop after so many evaluations no better than the best, 0: never",
         "sample_every": "steps between two samples, 0: at the end",
         "save_every": "steps between two checkpoints (needs --out), 0: none", "keep": "checkpoints that stay, 0: all",
         "merged": "rank 0 writes whole checkpoints, instead of each rank its part",
@@ -70,7 +71,7 @@ HELP = {
     "model": {
         "n_layers": "layers", "n_heads": "attention heads", "d_model": "width",
         "d_ff": "width of the MLP, 0: four times d_model",
-        "dropout": "dropout rate", "max_seq_len": "longest context; if not given, seq_len", "eps": "the norms' epsilon",
+        "dropout": "dropout rate", "max_seq_len": "longest context (default: seq_len)", "eps": "the norms' epsilon",
         "n_kv_heads": "key and value heads, 0: n_heads", "head_dim": "width of a head, 0: d_model / n_heads",
         "norm": " or ".join(CHOICES["norm"]), "norm_place": "pre (before each sublayer) or post (after its residual sum)",
         "positions": ", ".join(CHOICES["positions"]), "rope_theta": "RoPE's base", "rope_pairing": " or ".join(PAIRINGS),
@@ -97,7 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", action="store_true", help="draw the losses as loss.png in --out")
     parser.add_argument("--trace", metavar="FILE", help=f"write a timeline of all ranks in the first {TRACED_STEPS} steps, to "
                         "open at ui.perfetto.dev; it is there when training has ended")
-    parser.add_argument("--bar", action=argparse.BooleanOptionalAction, default=True, help="show how far training is")
+    parser.add_argument("--bar", action=argparse.BooleanOptionalAction, default=True, help="show how far training is (default: "
+                        "yes)")
     for section, settings in SECTIONS.items():
         add_flags(parser.add_argument_group(section), settings, HELP[section])
 
@@ -106,10 +108,14 @@ def run(args: argparse.Namespace) -> int:
     comm = world()
     if args.out is None and (args.plot or args.resume == ""):
         raise ValueError(f"{'--plot' if args.plot else '--resume'} needs --out, the folder of the run")
+    if getattr(args, "text", None) == "":
+        raise ValueError("--text is empty: it must name a text, or a folder of them")
     checkpoint = None if args.resume is None else Path(told(comm, lambda: str(found(args.resume, args.out))))
     settings = settings_of(comm, args, checkpoint)
     mesh = Mesh.parse(args.mesh, comm)
     options, source, sampling = Options(**settings["training"]), Source(**settings["data"]), Sampling(**settings["sampling"])
+    if options.save_every and not args.out:
+        raise ValueError("--save-every needs --out, the folder of the run")
     data = read_data(comm, source, options)
     if not data.tokenizer:
         raise AssertionError("what is read has a tokenizer")
@@ -127,11 +133,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def found(resume: str, out: Path | None) -> Path:
-    """The checkpoint to go on from: the one named, or the last in a folder of checkpoints."""
-    folder = Path(resume) if resume else out / "checkpoints" if out else Path()
+    """The checkpoint to go on from: the one named, or the last of a run's folder."""
+    folder = Path(resume) if resume else out or Path()
     if (folder / "manifest.json").exists():
         return folder
-    last = latest(folder)
+    last = latest(folder / "checkpoints") or latest(folder)
     if last is None:
         raise ValueError(f"there is no checkpoint in {folder} to go on from")
     return last
@@ -160,15 +166,20 @@ def settings_of(comm: Comm, args: argparse.Namespace, checkpoint: Path | None) -
 def saved_settings(checkpoint: Path) -> dict[str, dict[str, Any]]:
     """Those of the run that a checkpoint is of."""
     about = read_manifest(checkpoint)["about"]
-    kept = {"training": about.get("options", {}), "model": about.get("config", {}), "data": about.get("source", {})}
+    kept = {"training": about.get("options"), "model": about.get("config"), "data": about.get("source"),
+            "sampling": about.get("sampling")}
+    if not all(isinstance(part, dict) for part in kept.values()):
+        raise ValueError(f"{checkpoint} does not say of which run it is: it was not saved in training")
     kept["model"] = {name: value for name, value in kept["model"].items() if name != "vocab_size"}
-    return {section: checked(kept.get(section, {}), SECTIONS[section], f"{checkpoint}: {section}") for section in SECTIONS}
+    return {section: checked(kept[section], SECTIONS[section], f"{checkpoint}: {section}") for section in SECTIONS}
 
 
 def read_data(comm: Comm, source: Source, options: Options) -> Data:
     """The tokens on every rank: a token file is mapped by all; of a text, rank 0 tells the others (one rank's disk may not be
     another's)."""
     if source.tokens:
+        if source.text or source.tokenizer != "byte":
+            raise ValueError("the text of a file of tokens is tokenized already: --tokens goes without --text and --tokenizer")
         tokens, tokenizer = open_tokens(source.tokens)
         return Data.split(tokens, options, tokenizer, vars(source))
     made: list[np.ndarray] = []
@@ -186,16 +197,17 @@ def read_data(comm: Comm, source: Source, options: Options) -> Data:
 
 def report(result: Result, args: argparse.Namespace, tokenizer: Tokenizer) -> None:
     """What rank 0 prints and writes at the end."""
-    e = result.evaluation
-    print(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, {result.tokens_per_second:,.0f} tokens/s")
-    if e:
-        bits = "" if e.bits_per_byte is None else f", {e.bits_per_byte:.4f} bits per byte"
-        print(f"validation loss {e.loss:.4f}{bits}")
-    print(f"\n{result.sample}", flush=True)
+    e, last = result.evaluation, result.first + len(result.losses) - 1
+    print(f"loss {short(result.losses[0])} -> {short(result.losses[-1])} in steps {result.first} to {last}, "
+          f"{result.tokens_per_second:,.0f} tokens/s")
+    for line in (e, result.stopped):
+        if line:
+            print(line)
+    print(f"\n{printable(result.sample or '')}", flush=True)
     if args.out:
         summary = {"losses": result.losses, "payload": result.payload, "sample": result.sample,
                    "tokens_per_second": result.tokens_per_second, "validation_loss": e and e.loss,
-                   "bits_per_byte": e and e.bits_per_byte}
+                   "bits_per_byte": e and e.bits_per_byte, "first": result.first, "stopped": result.stopped}
         (args.out / "summary.json").write_text(json.dumps(summary) + "\n", encoding="utf-8")
         write_tokenizer(args.out / "tokenizer.json", tokenizer)
     if args.plot:
@@ -211,12 +223,13 @@ def curves(rows: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[float]
 
 class FirstSteps(Trace):
     """The timeline of the first TRACED_STEPS training steps.  A step ends with the last of its calls of `adamw`."""
-    steps = 0
+    first = now = 0                                     # numbers of steps, from 1 on
 
     def call(self, op: Any, run: Callable, *arrays: Any, **static: Any) -> tuple[Any, Any]:
         if op.name == "adamw":
-            self.steps = static["t"]
-        elif self.steps == TRACED_STEPS:
+            self.now = static["t"]
+            self.first = self.first or self.now
+        elif self.now and self.now - self.first == TRACED_STEPS - 1:
             self.stop()
             return run(*arrays, **static)
         return super().call(op, run, *arrays, **static)

@@ -72,7 +72,7 @@ class BPETokenizer:
         """
         alphabet = gpt2_alphabet()
         tokens, merges = {character: t for t, character in enumerate(alphabet)}, []
-        for number, line in enumerate(read_file(path).splitlines(), 1):
+        for number, line in enumerate(read_file(path, "tokenizer").splitlines(), 1):
             if line.startswith("#version") or not line:
                 continue
             pair = line.split(" ")

@@ -35,15 +35,15 @@ def read_text(path: str) -> str:
     return text
 
 
-def read_file(path: str | Path) -> str:
-    """The text of one file, which may be empty.  Error: ValueError with the reason."""
+def read_file(path: str | Path, what: str = "text") -> str:
+    """The text of one file, which may be empty.  Error: ValueError with the reason; `what` says of what use the file is."""
     try:
         with open(path, "rb") as file:
             return file.read().decode("utf-8")
     except OSError as error:
-        raise ValueError(f"the text {path} cannot be read: {error.strerror}") from None
+        raise ValueError(f"the {what} {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"the text {path} is not utf-8: byte {error.start} is {error.object[error.start]:#04x}") from None
+        raise ValueError(f"the {what} {path} is not utf-8: byte {error.start} is {error.object[error.start]:#04x}") from None
 
 
 def files_below(root: str) -> list[Path]:

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from refimpl import tensorfile
-from refimpl.text.tokenizers import Tokenizer, replacing, to_json, tokenizer_from_json
+from refimpl.files import replacing
+from refimpl.text.tokenizers import Tokenizer, to_json, tokenizer_from_json
 
 
 def write_tokens(path: str | Path, tokens: np.ndarray, tokenizer: Tokenizer) -> None:

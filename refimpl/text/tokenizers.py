@@ -7,12 +7,12 @@ On disk a tokenizer is JSON: {"kind": "byte"}, or
 A file is hostile until checked: its size is bounded, and each part must be of its kind (True is no number).
 """
 import json
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Iterator, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from refimpl.files import replacing
 from refimpl.text.bpe import BPETokenizer
 from refimpl.text.bytes import ByteTokenizer
 
@@ -113,22 +113,3 @@ def tokenizer_from(description: Any) -> Tokenizer:
 
 def whole_numbers(values: Any) -> bool:
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 2 ** 32 for v in values)
-
-
-@contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
-    """Another name to write to, which takes the place of `path` at the end: never half a file.
-
-    Missing folders are made.  Error: ValueError where writing fails, and `path` is as it was.
-    """
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield part
-        part.replace(path)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
-    finally:
-        with suppress(OSError):                         # gone already, if all went well
-            part.unlink()

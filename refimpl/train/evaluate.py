@@ -20,6 +20,10 @@ class Evaluation:
     loss: float
     bits_per_byte: float | None
 
+    def __str__(self) -> str:
+        bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits per byte"
+        return f"validation loss {self.loss:.4f}{bits}"
+
 
 def evaluate(params: Mapping[str, Tensor], data: Data, cfg: Config, mesh: Mesh, options: Options) -> Evaluation:
     """The loss on `eval_batches` batches of the validation part, without dropout: the same samples each time, on every mesh.

@@ -1,9 +1,13 @@
 """What a run says while it trains: log.jsonl for programs, a bar or lines for people."""
 import json
+import math
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from refimpl.files import replacing
 
 LINES = 20                                              # of a run whose output is not a terminal
 
@@ -23,9 +27,8 @@ class Log:
                 folder.mkdir(parents=True, exist_ok=True)
                 if after and path.exists():
                     kept = [line for line in path.read_text(encoding="utf-8").splitlines() if step_of(line) <= after] + kept
-                part = path.with_suffix(".part")
-                part.write_text("\n".join(kept) + "\n", encoding="utf-8")
-                part.replace(path)
+                with replacing(path) as part:
+                    part.write_text("\n".join(kept) + "\n", encoding="utf-8")
                 self.file = open(path, "a", encoding="utf-8")
             except OSError as error:
                 raise ValueError(f"the results cannot be written to {folder}: {error.strerror}") from None
@@ -46,11 +49,13 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def step_of(line: str) -> float:
-    """The step that a line tells of: 0 for one that begins a run, infinity for half a line."""
+    """The step that a line tells of: 0 for one that begins a run, infinity for what is no row, like half a line."""
     try:
-        return json.loads(line).get("step", 0)
+        row = json.loads(line)
     except ValueError:
         return float("inf")
+    step = row.get("step", 0) if isinstance(row, dict) else None
+    return step if type(step) is int else float("inf")
 
 
 class Progress:
@@ -59,7 +64,7 @@ class Progress:
     def __init__(self, steps: int, first: int, show: bool) -> None:
         self.steps, self.first, self.show, self.start = steps, first, show, time.perf_counter()
         self.bar = None
-        if show and sys.stderr.isatty():
+        if show and sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns:
             try:
                 import tqdm
                 self.bar = tqdm.tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True)
@@ -69,11 +74,11 @@ class Progress:
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
         """Step number `step` of 1, 2, ... is done."""
         if self.bar:
-            self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
+            self.bar.set_postfix_str(f"loss {short(loss)}, {tokens_per_second:,.0f} tokens/s", refresh=False)
             self.bar.update()
-        elif self.show and (step == self.steps or step % max(1, self.steps // LINES) == 0):
+        elif self.show and (step == self.steps or step % math.ceil(self.steps / LINES) == 0):
             left = (time.perf_counter() - self.start) / (step - self.first) * (self.steps - step)
-            self.say(f"step {step}/{self.steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {clock(left)} left")
+            self.say(f"step {step}/{self.steps}  loss {short(loss)}  {tokens_per_second:,.0f} tokens/s  {clock(left)} left")
 
     def say(self, text: str) -> None:
         """A line of its own, above the bar."""
@@ -85,6 +90,19 @@ class Progress:
     def close(self) -> None:
         if self.bar:
             self.bar.close()
+
+
+def short(loss: float) -> str:
+    """
+    >>> short(5.53561), short(1e50)
+    ('5.5356', '1.0e+50')
+    """
+    return f"{loss:.4f}" if abs(loss) < 1e6 else f"{loss:.1e}"
+
+
+def printable(text: str) -> str:
+    """A text without what a terminal would take for commands."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def clock(seconds: float) -> str:

@@ -13,14 +13,16 @@ from refimpl import tensorfile
 from refimpl.array import device_module, to_host
 from refimpl.autograd import Round, Tensor, bfloat16
 from refimpl.comm import Ledger, Mesh, local_rank
+from refimpl.files import replacing
 from refimpl.generate import sample
 from refimpl.models import Config, init
 from refimpl.parallel import Reduction, RowReduction, check_replicas, clip, gather, gather_rows, gradient_norm
+from refimpl.text import Tokenizer
 from refimpl.train.adamw import AdamW
 from refimpl.train.checkpoint import latest, read_manifest
 from refimpl.train.data import Data, Sampler
 from refimpl.train.evaluate import Evaluation, evaluate
-from refimpl.train.log import Log, Progress
+from refimpl.train.log import Log, Progress, printable
 from refimpl.train.options import Options
 from refimpl.train.schedule import learning_rate
 from refimpl.train.state import State
@@ -31,13 +33,16 @@ MUST_STAY = ("seed", "batch_size", "seq_len", "dtype")  # what a run that goes o
 
 @dataclass
 class Result:
-    """params are this rank's parts; `payload` is what travelled in the last step; the others are None where nobody asked."""
+    """params are this rank's parts, the losses those of the steps from number `first` on; `payload` is what travelled in the
+    last step; `stopped` says why the run ended early; the others are None where nobody asked."""
     params: dict[str, Tensor]
+    first: int
     losses: list[float]
     payload: dict[str, int]
     tokens_per_second: float
     evaluation: Evaluation | None = None
     sample: str | None = None
+    stopped: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ class Trainer:
                              "same: use dp and tp")
         self.data, self.cfg, self.options, self.mesh, self.out = data, cfg, options, mesh, out
         self.sampling = sampling
+        if sampling:
+            self.prompt_tokens(sampling)                # or said now
         self.sampler = Sampler(data.train, options.seq_len, options.seed)
         if len(data.validation):
             Sampler(data.validation, options.seq_len, options.seed, "validation")       # long enough, or said now
@@ -105,6 +112,7 @@ class Trainer:
         """What a checkpoint says about its run (rank 0 writes it)."""
         return {"config": self.cfg.to_dict(), "options": asdict(self.options), "mesh": str(self.mesh),
                 "data": self.fingerprint, "source": dict(self.data.source),
+                "sampling": asdict(self.sampling) if self.sampling else {},
                 "best": self.best if math.isfinite(self.best) else None, "waited": self.waited}
 
     @cached_property
@@ -118,7 +126,7 @@ class Trainer:
             raise ValueError(f"the checkpoint is of step {first}, and the run has {o.steps} steps: there is nothing to do")
         self.log = self.mesh.world.on_first(lambda: self.new_log(first)) or Log(None, {})
         self.progress = Progress(o.steps, first, bar and self.mesh.world.rank == 0)
-        self.result = Result({}, [], {}, 0.0)
+        self.result = Result({}, first + 1, [], {}, 0.0)
         seconds = 0.0
         try:
             for step in range(first, o.steps):
@@ -128,9 +136,9 @@ class Trainer:
                 seconds += elapsed
                 self.report(step, row, elapsed)
                 if len(self.data.validation) and (last or due(o.eval_every, step)):
-                    last |= self.judge(step)
+                    last = self.judge(step, last)
                 if self.sampling and (last or due(o.sample_every, step)):
-                    self.show_sample(step)
+                    self.show_sample(step, self.sampling, last)
                 if self.out and step == first:
                     self.write("grads_first", grads)
                 if self.out and o.save_every and (last or due(o.save_every, step)):
@@ -194,32 +202,43 @@ class Trainer:
         self.log.write(step=step + 1, **row, seconds=round(seconds, 6), tokens_per_second=round(speed, 1))
         self.progress.step(step + 1, row["loss"], speed)
 
-    def judge(self, step: int) -> bool:
-        """Evaluate, and say whether `patience` is at its end."""
+    def judge(self, step: int, last: bool) -> bool:
+        """Evaluate, and say whether this step is the last, since `patience` is at its end or anyway."""
         o = self.options
         with self.precision():
             e = evaluate(self.weights(), self.data, self.cfg, self.mesh, o)
+        self.require_finite("validation loss", e.loss, step)
         self.result.evaluation = e
         self.best, self.waited = min(e.loss, self.best), 0 if e.loss < self.best else self.waited + 1
         self.log.write(step=step + 1, validation_loss=e.loss, bits_per_byte=e.bits_per_byte)
-        self.progress.say(f"step {step + 1}: validation loss {e.loss:.4f}" + (
-            f", {e.bits_per_byte:.4f} bits per byte" if e.bits_per_byte is not None else ""))
-        if not o.patience or self.waited < o.patience:
-            return False
-        self.progress.say(f"stopped early: the best validation loss, {self.best:.4f}, is {self.waited} evaluations old")
-        return True
+        if o.patience and self.waited >= o.patience and not last:
+            self.result.stopped = (f"stopped at step {step + 1} of {o.steps}: the best validation loss is still "
+                                   f"{self.best:.4f} (patience {o.patience})")
+            self.log.write(step=step + 1, stopped=self.result.stopped)
+            return True
+        if not last:
+            self.progress.say(f"step {step + 1}: {e}")
+        return last
 
-    def show_sample(self, step: int) -> None:
-        tokenizer, how = self.data.tokenizer, self.sampling
-        if not tokenizer or not how:
-            raise ValueError("a sample needs a tokenizer, and to be told how")
+    def show_sample(self, step: int, how: Sampling, last: bool) -> None:
+        tokens, tokenizer = self.prompt_tokens(how)
         with self.precision():
-            tokens = sample(self.weights(), tokenizer.encode(how.prompt), how.sample, self.cfg, self.mesh, how.temperature,
-                            self.options.seed)
+            tokens = sample(self.weights(), tokens, how.sample, self.cfg, self.mesh, how.temperature, self.options.seed)
         self.result.sample = tokenizer.decode(tokens)
         self.log.write(step=step + 1, sample=self.result.sample)
-        if step < self.options.steps - 1:
-            self.progress.say(f"step {step + 1}: {self.result.sample}")
+        if not last:
+            self.progress.say(f"step {step + 1}: {printable(self.result.sample)}")
+
+    def prompt_tokens(self, how: Sampling) -> tuple[np.ndarray, Tokenizer]:
+        """The prompt as tokens.  Error: ValueError for one that has none."""
+        tokenizer = self.data.tokenizer
+        try:
+            tokens = tokenizer.encode(how.prompt) if tokenizer else np.zeros(0)
+        except UnicodeEncodeError:
+            raise ValueError(f"the prompt {how.prompt!r} is not utf-8") from None
+        if not tokenizer or not tokens.size:
+            raise ValueError("a sample needs a prompt of one token at least, and a tokenizer")
+        return tokens, tokenizer
 
     def save(self) -> Path:
         """A checkpoint of where the run is.  Errors: CheckpointError, ArithmeticError for a parameter that is not finite."""
@@ -232,9 +251,8 @@ class Trainer:
             tensors = gather_rows(tensors, self.state.params, self.mesh)
         whole = gather(tensors, self.state.placements, self.mesh)
         if self.mesh.world.rank == 0 and self.out:
-            part = self.out / f"{name}.part"
-            tensorfile.write(part, {name: to_host(a) for name, a in whole.items()})
-            part.replace(self.out / f"{name}.safetensors")
+            with replacing(self.out / f"{name}.safetensors") as part:
+                tensorfile.write(part, {name: to_host(a) for name, a in whole.items()})
 
 
 def due(every: int, step: int) -> bool:

@@ -20,9 +20,9 @@ class Options:
     zero            the optimizer's state is cut over the dp ranks (parallel/zero.py)
     validation      the share of the tokens, the last ones, that are kept to judge by
     eval_every      steps between two evaluations, of eval_batches batches each; 0: after the last step only
-    patience        stop after so many evaluations in a row without a better one; 0: never
+    patience        stop after so many evaluations in a row that are no better than the best; 0: never
     sample_every    steps between two samples; 0: after the last step only
-    save_every      steps between two checkpoints, of which the last `keep` stay (0: all); 0: after the last step only
+    save_every      steps between two checkpoints, of which the last `keep` stay (0: all); one more after the last step; 0: none
     merged          rank 0 writes the whole checkpoint, instead of each rank its part
     check_replicas  before the first of so many steps, ranks compare what they hold in common; 0: never
     """
@@ -71,8 +71,11 @@ class Options:
         for name in ("beta1", "beta2", "validation"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
-        if unknown := set(self.decay) - set(GROUPS):
-            raise ValueError(f"decay must list some of {', '.join(GROUPS)}, got {min(unknown)!r}")
+        for group in self.decay:
+            if group not in GROUPS:
+                raise ValueError(f"decay must list some of {', '.join(GROUPS)}, got {group!r}")
+        if self.patience and not (self.eval_every and self.validation):
+            raise ValueError("patience needs evaluations: set eval_every, and validation, too")
 
     @property
     def array_dtype(self) -> str:
