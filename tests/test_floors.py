@@ -8,7 +8,8 @@ import refimpl
 
 ROOT = Path(refimpl.__file__).parent
 FLOORS = [{"array", "files", "rng", "tensorfile", "xptable"}, {"autograd"}, {"comm", "text", "ops"},
-          {"check", "cases", "parallel"}, {"models"}, {"weights", "train", "generate"}, {"golden", "analysis"}, {"commands", "__main__"}]
+          {"check", "cases", "parallel"}, {"models"}, {"weights", "train", "generate"}, {"golden", "analysis"},
+          {"commands", "__main__"}]
 REQUIRED = {"numpy"}
 ELSEWHERE = {"mpi4py": {"comm/library.py"}, "threadpoolctl": {"comm/launch.py", "commands/doctor.py"},
              "tqdm": {"train/log.py"}, "matplotlib": {"commands/pictures.py"}, "cupy": {"array.py"}, "regex": {"text/bpe.py"}}

@@ -5,6 +5,7 @@
 `tp` varies fastest, so tensor-parallel ranks are neighbours.  Axes: dp splits the batch, cp the sequence, tp the layers.
 """
 import math
+from typing import Iterable
 
 from refimpl.comm.base import Comm, SerialComm
 
@@ -21,8 +22,9 @@ class Mesh:
         self.dims = dict(zip(AXES, (dp, cp, tp)))
         self.world = comm if comm is not None else SerialComm()
         if min(self.dims.values()) < 1 or math.prod(self.dims.values()) != self.world.size:
-            raise ValueError(f"the mesh {self} needs {math.prod(self.dims.values())} ranks (dp * cp * tp, each at least 1), "
-                             f"there are {self.world.size}")
+            ranks = math.prod(self.dims.values())
+            raise ValueError(f"the mesh {self} needs {ranks} rank{'s' * (ranks != 1)} (dp * cp * tp, each at least 1), there "
+                             f"{'are' if self.world.size != 1 else 'is'} {self.world.size}")
         self.at = self.world.coordinates(self.dims)
         self.comms: dict[tuple[str, ...], Comm] = {}
         self.dp, self.cp, self.tp = (self.comm(axis) for axis in AXES)
@@ -42,6 +44,10 @@ class Mesh:
             alone = math.prod(self.dims[a] for a in key) == 1
             self.comms[key] = SerialComm(key, self.world.ledger) if alone else self.world.sub(self.dims, key)
         return self.comms[key]
+
+    def wide(self, axes: Iterable[str]) -> frozenset[str]:
+        """Of mesh axes, those with more than one rank: over the others nothing travels."""
+        return frozenset(axis for axis in axes if self.dims[axis] > 1)
 
     def __str__(self) -> str:
         return ",".join(f"{a}={n}" for a, n in self.dims.items() if n != 1) or "dp=1"

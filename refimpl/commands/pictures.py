@@ -29,7 +29,8 @@ def draw_losses(path: Path, curves: Mapping[str, tuple[Sequence[int], Sequence[f
         return NO_PICTURE
     figure, axes = plot.subplots(figsize=(7, 4), layout="constrained")
     for under, (label, (steps, losses)) in zip(reversed(range(len(curves))), curves.items()):
-        axes.plot(steps, losses, ".-" if len(steps) < 30 else "-", linewidth=1.2 + 2.4 * under * nested, label=label)
+        style = "o-" if len(steps) < 30 else "-"        # few points would hardly be seen
+        axes.plot(steps, losses, style, markersize=3, linewidth=1.2 + 2.4 * under * nested, label=label)
     axes.set_xlabel("step")
     axes.set_ylabel(f"loss ({unit})")
     axes.grid(alpha=0.3)

@@ -198,8 +198,11 @@ def read_data(comm: Comm, source: Source, options: Options) -> Data:
 def report(result: Result, args: argparse.Namespace, tokenizer: Tokenizer) -> None:
     """What rank 0 prints and writes at the end."""
     e, last = result.evaluation, result.first + len(result.losses) - 1
-    print(f"loss {short(result.losses[0])} -> {short(result.losses[-1])} in steps {result.first} to {last}, "
-          f"{result.tokens_per_second:,.0f} tokens/s")
+    if result.losses:
+        print(f"loss {short(result.losses[0])} -> {short(result.losses[-1])} in steps {result.first} to {last}, "
+              f"{result.tokens_per_second:,.0f} tokens/s")
+    else:
+        print(f"all {last} steps are done")
     for line in (e, result.stopped):
         if line:
             print(line)

@@ -25,7 +25,8 @@ def gradient_norm(grads: Mapping[str, Tensor], table: Mapping[str, Placement | R
         require_reduced(name, g)
         place = table[name]
         mine = g.array[own(place, len(g.shape), mesh)].reshape(-1).astype("float64")
-        squares[axes(place)] = squares.get(axes(place), 0.0) + float(xp_of(mine).einsum("i,i->", mine, mine))
+        over = mesh.wide(axes(place))
+        squares[over] = squares.get(over, 0.0) + float(xp_of(mine).einsum("i,i->", mine, mine))
     return math.sqrt(sum(float(mesh.comm(*over).all_reduce(np.array(s))) if over else s for over, s in squares.items()))
 
 

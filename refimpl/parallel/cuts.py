@@ -151,12 +151,13 @@ def gather(tensors: Mapping[str, Tensor], table: Mapping[str, Placement], mesh: 
             continue
         sizes = [stop - start for start, stop in p.bounds]
         joined = mesh.comm(p.over).all_gather(t.array, axis=p.axis, sizes=sizes)
-        mine: list[int] = []                            # of what was joined: the elements that no lower rank holds
-        end = first = 0
-        for (start, stop), size in zip(p.bounds, sizes):
-            mine += range(first + max(0, end - start), first + size)
-            end, first = max(end, stop), first + size
-        out[name] = joined if len(mine) == first else np.moveaxis(np.moveaxis(joined, p.axis, 0)[np.array(mine)], 0, p.axis)
+        if overlap(p):                                  # of what was joined: the elements that no lower rank holds
+            parts, before, first, end = [], (slice(None),) * p.axis, 0, 0
+            for (start, stop), size in zip(p.bounds, sizes):
+                parts.append(joined[(*before, slice(first + min(max(0, end - start), size), first + size))])
+                end, first = max(end, stop), first + size
+            joined = xp_of(joined).concatenate(parts, axis=p.axis)
+        out[name] = joined
     return out
 
 

@@ -49,8 +49,8 @@ class Reduction:
         self.grads[name] = Tensor(array, Layout(grad.varies - axes))
         if overlap(place):                              # in its place in a whole of zeros, which all ranks of the cut sum
             array, axes = spread(array, place, self.mesh), axes | {place.over}
-        comm = self.mesh.comm(*axes) if axes else None
-        if comm and comm.size > 1:
+        comm = self.mesh.comm(*self.mesh.wide(axes))
+        if comm.size > 1:
             bucket = self.open.setdefault((comm, str(array.dtype)), Bucket(comm))
             bucket.arrays[name] = array
             if sum(a.size for a in bucket.arrays.values()) >= self.bucket:

@@ -22,11 +22,11 @@ class RowReduction(Reduction):
     """`Reduction` that gives each dp rank its own rows of the sums."""
 
     def add(self, name: str, grad: Tensor) -> None:
-        if grad.partial != {"dp"} or self.mesh.dp.size == 1 or overlap(self.table.get(name)):
+        if self.mesh.wide(grad.partial) != {"dp"} or overlap(self.table.get(name)):
             super().add(name, grad)                     # whole: finish takes the rows
         else:
             array = self.before[name].array + grad.array if name in self.before else grad.array
-            self.grads[name] = Tensor(self.mesh.dp.reduce_scatter(array, axis=0), Layout(grad.varies))
+            self.grads[name] = Tensor(self.mesh.dp.reduce_scatter(array, axis=0), Layout(grad.varies | {"dp"}))
 
     def finish(self) -> dict[str, Tensor]:
         scattered = {name: g for name, g in self.grads.items() if "dp" in g.varies}

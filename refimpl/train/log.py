@@ -4,6 +4,7 @@ import math
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,18 @@ class Log:
                 raise ValueError(f"the results cannot be written to {folder}: {error.strerror}") from None
 
     def write(self, **row: Any) -> None:
+        """Error: ValueError where the line cannot be written."""
         if self.file:
-            self.file.write(json.dumps(row) + "\n")
-            self.file.flush()
+            try:
+                self.file.write(json.dumps(row) + "\n")
+                self.file.flush()
+            except OSError as error:
+                raise ValueError(f"{self.file.name} cannot be written: {error.strerror}") from None
 
     def close(self) -> None:
         if self.file:
-            self.file.close()
+            with suppress(OSError):                     # what could not be written has been said
+                self.file.close()
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -87,26 +87,29 @@ class Trainer:
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint of the same model and data, saved on any mesh.  Error: ValueError, the same on every rank."""
-        about = self.mesh.world.on_first(lambda: self.require_own(path)) or {"best": None, "waited": 0}
-        best, self.waited = about["best"], about["waited"]
-        best, waited = self.mesh.world.broadcast(np.array([math.inf if best is None else best, self.waited])).tolist()
+        best, waited = self.mesh.world.on_first(lambda: self.require_own(path)) or (0.0, 0)
+        best, waited = self.mesh.world.broadcast(np.array([best, waited])).tolist()
         self.best, self.waited = best, int(waited)
         self.state.load(path, self.xp)
 
-    def require_own(self, path: Path) -> dict[str, Any]:
-        """What a checkpoint says about its run.  Error: ValueError unless it is of this one."""
+    def require_own(self, path: Path) -> tuple[float, int]:
+        """A checkpoint's best validation loss, and the evaluations since.  Error: ValueError unless it is of this run."""
         about, mine = read_manifest(path)["about"], self.about()
-        for part, names in (("config", mine["config"]), ("options", MUST_STAY), ("data", mine["data"])):
-            saved = about.get(part)
-            if not isinstance(saved, dict) or not {"best", "waited"} <= about.keys():
-                raise ValueError(f"{path} does not say of which run it is: it was not saved in training")
-            for name in names:
+        best, waited = about.get("best"), about.get("waited")
+        parts = {part: about.get(part) for part in ("config", "options", "data")}
+        if not all(isinstance(saved, dict) for saved in parts.values()) or type(waited) is not int or waited < 0 \
+                or not (best is None or type(best) in (int, float)):
+            raise ValueError(f"{path} does not say of which run it is: it was not saved in training")
+        for part, saved in parts.items():
+            for name in MUST_STAY if part == "options" else mine[part]:
                 if saved.get(name) != mine[part][name]:
                     raise ValueError(f"{path} is of another run: {name} of its {part} is {saved.get(name)}, here it is "
                                      f"{mine[part][name]}")
-        if (last := latest(self.checkpoints)) and last.name > path.name and last.parent == path.parent:
-            raise ValueError(f"{self.out} has a later checkpoint, {last.name}: go on from there, or choose another folder")
-        return about
+        last = latest(self.checkpoints)
+        if last and not last.samefile(path):
+            raise ValueError(f"{self.out} has checkpoints of its own, the last is {last.name}: go on from there, or choose "
+                             "another folder")
+        return math.inf if best is None else best, waited
 
     def about(self) -> dict[str, Any]:
         """What a checkpoint says about its run (rank 0 writes it)."""
@@ -120,40 +123,48 @@ class Trainer:
         return self.data.fingerprint()
 
     def run(self, bar: bool = False) -> Result:
-        """Train to the last step, or until `patience` is at its end."""
+        """Train to the last step, or until `patience` is at its end, and write what there is then."""
         o, first = self.options, self.state.optimizer.t
-        if first >= o.steps:
+        if first > o.steps:
             raise ValueError(f"the checkpoint is of step {first}, and the run has {o.steps} steps: there is nothing to do")
         self.log = self.mesh.world.on_first(lambda: self.new_log(first)) or Log(None, {})
         self.progress = Progress(o.steps, first, bar and self.mesh.world.rank == 0)
         self.result = Result({}, first + 1, [], {}, 0.0)
-        seconds = 0.0
+        seconds, grads = 0.0, None
         try:
             for step in range(first, o.steps):
-                start, last = time.perf_counter(), step == o.steps - 1
+                start = time.perf_counter()
                 grads, row = self.step(step)
                 elapsed = time.perf_counter() - start
                 seconds += elapsed
                 self.report(step, row, elapsed)
-                if len(self.data.validation) and (last or due(o.eval_every, step)):
-                    last = self.judge(step, last)
-                if self.sampling and (last or due(o.sample_every, step)):
-                    self.show_sample(step, self.sampling, last)
-                if self.out and step == first:
+                if self.out and not step:
                     self.write("grads_first", grads)
-                if self.out and o.save_every and (last or due(o.save_every, step)):
-                    self.save()
-                if last:
+                if self.after(step, step == o.steps - 1):
                     break
-            if self.out:
+            if grads is None:                           # it had ended, but not told
+                self.after(o.steps - 1, True, save=False)
+            if self.out and grads:
                 self.write("grads_last", grads)
+            if self.out:
                 self.write("params", self.state.params)
         finally:
             self.log.close()
             self.progress.close()
         self.result.params = self.state.params
-        self.result.tokens_per_second = len(self.result.losses) * o.batch_size * o.seq_len / seconds
+        self.result.tokens_per_second = len(self.result.losses) * o.batch_size * o.seq_len / max(seconds, 1e-9)
         return self.result
+
+    def after(self, step: int, last: bool, save: bool = True) -> bool:
+        """What is due after a step, all of it after the last -> whether that was the last."""
+        o = self.options
+        if len(self.data.validation) and (last or due(o.eval_every, step)):
+            last = self.judge(step, last)
+        if self.sampling and (last or due(o.sample_every, step)):
+            self.show_sample(step, self.sampling, last)
+        if self.out and save and o.save_every and (last or due(o.save_every, step)):
+            self.save()
+        return last
 
     def new_log(self, first: int) -> Log:
         if self.out and not first and (old := latest(self.checkpoints)):
@@ -167,7 +178,7 @@ class Trainer:
             check_replicas(state.params, state.placements, mesh)
         mesh.ledger.clear()
         batches = self.sampler.step(step, o.batch_size, o.accumulate, mesh)
-        with self.precision():
+        with self.precision(), np.errstate(over="ignore", invalid="ignore"):     # what is lost is said below
             g = gradients(self.weights(), batches, self.cfg, mesh, o.seed, step, RowReduction if o.zero else Reduction)
         row, grads = {"loss": g.loss}, g.grads
         self.require_finite("loss", g.loss, step)
@@ -199,7 +210,7 @@ class Trainer:
         speed = self.options.batch_size * self.options.seq_len / seconds
         self.result.losses.append(row["loss"])
         self.result.payload = payload_by_axis(self.mesh.ledger)
-        self.log.write(step=step + 1, **row, seconds=round(seconds, 6), tokens_per_second=round(speed, 1))
+        self.write_log(step=step + 1, **row, seconds=round(seconds, 6), tokens_per_second=round(speed, 1))
         self.progress.step(step + 1, row["loss"], speed)
 
     def judge(self, step: int, last: bool) -> bool:
@@ -210,11 +221,11 @@ class Trainer:
         self.require_finite("validation loss", e.loss, step)
         self.result.evaluation = e
         self.best, self.waited = min(e.loss, self.best), 0 if e.loss < self.best else self.waited + 1
-        self.log.write(step=step + 1, validation_loss=e.loss, bits_per_byte=e.bits_per_byte)
+        self.write_log(step=step + 1, validation_loss=e.loss, bits_per_byte=e.bits_per_byte)
         if o.patience and self.waited >= o.patience and not last:
             self.result.stopped = (f"stopped at step {step + 1} of {o.steps}: the best validation loss is still "
                                    f"{self.best:.4f} (patience {o.patience})")
-            self.log.write(step=step + 1, stopped=self.result.stopped)
+            self.write_log(step=step + 1, stopped=self.result.stopped)
             return True
         if not last:
             self.progress.say(f"step {step + 1}: {e}")
@@ -225,7 +236,7 @@ class Trainer:
         with self.precision():
             tokens = sample(self.weights(), tokens, how.sample, self.cfg, self.mesh, how.temperature, self.options.seed)
         self.result.sample = tokenizer.decode(tokens)
-        self.log.write(step=step + 1, sample=self.result.sample)
+        self.write_log(step=step + 1, sample=self.result.sample)
         if not last:
             self.progress.say(f"step {step + 1}: {printable(self.result.sample)}")
 
@@ -246,13 +257,20 @@ class Trainer:
         return self.state.save(self.checkpoints, about, self.options.keep, self.options.merged)
 
     def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """The global arrays of `tensors` as out/NAME.safetensors, written by rank 0 under another name first."""
+        """The global arrays of `tensors` as out/NAME.safetensors.  Error: ValueError, the same on every rank."""
         if self.options.zero and name != "params":
             tensors = gather_rows(tensors, self.state.params, self.mesh)
         whole = gather(tensors, self.state.placements, self.mesh)
-        if self.mesh.world.rank == 0 and self.out:
-            with replacing(self.out / f"{name}.safetensors") as part:
+
+        def to_file() -> None:
+            with replacing((self.out or Path()) / f"{name}.safetensors") as part:
                 tensorfile.write(part, {name: to_host(a) for name, a in whole.items()})
+        self.mesh.world.on_first(to_file)
+
+    def write_log(self, **row: Any) -> None:
+        """A line of the log.  Error: ValueError, the same on every rank."""
+        if self.out:
+            self.mesh.world.on_first(lambda: self.log.write(**row))
 
 
 def due(every: int, step: int) -> bool:

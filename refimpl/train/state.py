@@ -94,8 +94,9 @@ class State:
         self.optimizer.t = read_manifest(path)["step"]
 
     def require_finite(self) -> None:
-        """Error: ArithmeticError, the same on every rank, which names a parameter that is not."""
-        lost = [name for name, t in self.params.items() if not bool(np.isfinite(to_host(t.array)).all())]
+        """Error: ArithmeticError, the same on every rank, which names an array that is not."""
+        lost = [f"{kind}/{name}" for kind, arrays, _ in self.kinds() for name, a in arrays.items()
+                if not bool(np.isfinite(to_host(a)).all())]
         lost = [name for name in self.mesh.world.gather_texts(lost[0] if lost else "") if name]
         if lost:
-            raise ArithmeticError(f"the parameter {lost[0]} is no longer finite after step {self.optimizer.t}")
+            raise ArithmeticError(f"{lost[0]} is no longer finite after step {self.optimizer.t}: it is not saved")

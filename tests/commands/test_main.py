@@ -51,7 +51,7 @@ def test_train_writes_what_it_says(tmp_path, text):
 
 
 @pytest.mark.parametrize("arguments, sentence", [
-    (["--mesh", "tp=2"], "the mesh tp=2 needs 2 ranks (dp * cp * tp, each at least 1), there are 1"),
+    (["--mesh", "tp=2"], "the mesh tp=2 needs 2 ranks (dp * cp * tp, each at least 1), there is 1"),
     (["--mesh", "tp=two"], "mesh 'tp=two': 'tp=two' is not AXIS=SIZE"),
     (["--text", "missing.txt"], "the text missing.txt cannot be read: No such file or directory"),
     (["--sample", "-5"], "sample and temperature must be at least 0, got -5 and 0.7"),

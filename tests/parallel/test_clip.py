@@ -6,7 +6,7 @@ import pytest
 
 from refimpl.autograd import Layout, LayoutError, Tensor
 from refimpl.comm import Comm, Mesh
-from refimpl.parallel import Cut, Replicated, clip, gather, gradient_norm, shard
+from refimpl.parallel import Cut, Replicated, Rows, clip, gather, gradient_norm, own_rows, row_table, shard
 
 
 def cut_by(bounds, comm: Comm, numbers, dtype="float64"):
@@ -77,6 +77,41 @@ def test_the_norm_is_that_of_the_gathered_gradient(ranks, seed):
         assert all(np.array_equal(back[name], a) for name, a in tensors.items())
         assert abs(norm - want) <= 1e-14 * want
         assert set(mesh.world.gather_texts(norm.hex())) == {norm.hex()}          # or ranks would clip differently
+    ranks.run_meshes(check)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_norm_of_rows_is_that_of_the_whole(ranks, seed):
+    """Rows over dp of parts that tp cuts along any axis, overlapping and empty.  What a higher holder has of a shared element
+    does not matter.  Tolerance: 200 squares in another order."""
+    def check(mesh: Mesh):
+        rng = np.random.default_rng(seed)
+        tensors = {name: rng.standard_normal((5, 7)) for name in "abcde"}
+        table = {"a": random_cut(rng, 0, 5, "tp", mesh.tp.size), "b": random_cut(rng, 1, 7, "tp", mesh.tp.size),
+                 "c": Cut(0, ((0, 5),) * mesh.tp.size), "d": Replicated(), "e": Cut.even(0, 5, mesh.tp)}
+        grads = shard(tensors, table, mesh)
+        for name, place in table.items():
+            if isinstance(place, Cut):                  # what a lower rank holds, too
+                start = place.bounds[mesh.tp.rank][0]
+                stop = max([b[1] for b in place.bounds[:mesh.tp.rank]], default=0)
+                np.moveaxis(grads[name].array, place.axis, 0)[:max(0, stop - start)] = 1e3
+        rows = {name: Tensor(t.array, t.layout, name=name) for name, t in own_rows(grads, mesh).items()}
+        norm = gradient_norm(rows, row_table(table), mesh)
+        want = math.sqrt(sum(float((a ** 2).sum()) for a in tensors.values()))
+        assert abs(norm - want) <= 1e-14 * want
+        assert set(mesh.world.gather_texts(norm.hex())) == {norm.hex()}
+    ranks.run_meshes(check)
+
+
+def test_of_rows_one_number_travels_over_dp_and_one_over_all(ranks):
+    def check(mesh: Mesh):
+        table = {"a": Cut.even(0, 8, mesh.tp), "b": Cut.even(1, 8, mesh.tp), "d": Replicated()}
+        grads = own_rows(shard({name: np.ones((8, 8)) for name in table}, table, mesh), mesh)
+        mesh.ledger.clear()
+        assert gradient_norm(grads, {name: Rows(place) for name, place in table.items()}, mesh) == math.sqrt(3 * 64)
+        assert [(*key, t.calls, t.elements) for key, t in mesh.ledger.rows()] == [
+            (axes, "all_reduce", "forward", 1, 1) for axes in ("dp", "dp+tp")
+            if mesh.comm(*axes.split("+")).size > 1]
     ranks.run_meshes(check)
 
 

@@ -1,10 +1,13 @@
-"""Localises shards that overlap, miss elements or come back in another order, and tables made for another mesh."""
+"""Localises shards that overlap, miss elements or come back in another order, elements that two ranks or none call their own,
+and tables made for another mesh."""
 import numpy as np
 import pytest
+from device import double
 
+from refimpl.array import to_host
 from refimpl.autograd import Tensor
 from refimpl.comm import Comm, Mesh, run_threads
-from refimpl.parallel import Cut, Replicated, box, gather, shard
+from refimpl.parallel import Cut, Replicated, Rows, box, gather, own_box, shard
 
 TENSORS = {"whole": np.arange(6.0).reshape(2, 3), "columns": np.arange(35.0).reshape(5, 7),
            "rows": np.arange(22.0).reshape(11, 2), "by hand": np.arange(24).reshape(4, 6)}
@@ -107,3 +110,69 @@ def test_overlapping_parts_are_gathered_once():
         assert parts["w"].shape == (2, (3, 2)[comm.rank])
         return np.array_equal(gather(parts, table, mesh)["w"], whole)
     assert run_threads(2, on_rank) == [True, True]
+
+
+@pytest.mark.parametrize("axis", (0, 1))
+def test_overlapping_parts_are_gathered_on_a_device(axis):
+    """The double: no numpy function, no index from the host."""
+    whole = np.arange(16.0).reshape(4, 4)
+
+    def on_rank(comm):
+        mesh, table = Mesh(tp=2, comm=comm), {"w": Cut(axis, ((0, 3), (2, 4)))}
+        got = gather(shard({"w": double.asarray(whole)}, table, mesh), table, mesh)["w"]
+        return type(got) is double.DeviceArray and np.array_equal(to_host(got), whole)
+    assert run_threads(2, on_rank) == [True, True]
+
+
+# -- whose an element is -------------------------------------------------------------------------------------------
+
+
+def cuts(axis, n, over, parts):
+    """Ways to cut n: even, with neighbours that share one, all on every rank, all on the last, the first empty and the rest
+    overlapping."""
+    shared = tuple((r * n // parts, min(n, (r + 1) * n // parts + 1)) for r in range(parts))
+    ends = [n * r // parts for r in range(parts)] + [n]
+    return [Cut(axis, bounds, over) for bounds in (
+        tuple(zip(ends, ends[1:])), shared, ((0, n),) * parts, ((0, 0),) * (parts - 1) + ((0, n),),
+        tuple((0, n * r // max(1, parts - 1)) for r in range(parts)) if parts > 1 else ((0, n),))]
+
+
+def meshes(comm: Comm):
+    """All dp x cp x tp of these ranks."""
+    for dp in range(1, comm.size + 1):
+        for cp in range(1, comm.size // dp + 1):
+            if comm.size % (dp * cp) == 0:
+                yield Mesh(dp=dp, cp=cp, tp=comm.size // (dp * cp), comm=comm)
+
+
+def every_placement(mesh: Mesh, shape):
+    places = [Replicated(), *(cut for axis in range(len(shape)) for over in ("tp", "cp", "dp")
+                              for cut in cuts(axis, shape[axis], over, mesh.comm(over).size))]
+    return places + [Rows(p, over) for p in places for over in ("dp", "cp") if getattr(p, "over", None) != over]
+
+
+@pytest.mark.parametrize("shape", ((5, 3), (2, 8), (7,), (0, 2)))
+def test_every_element_is_one_ranks_own(ranks, shape):
+    """Paint each rank's own box: all over the mesh every element is painted once; and it is a part of what the rank holds."""
+    def check(comm: Comm):
+        for mesh in meshes(comm):
+            places = every_placement(mesh, shape)
+            painted = np.zeros((len(places), *shape))
+            for k, place in enumerate(places):
+                mine, held = own_box(place, shape, mesh), box(place, shape, mesh)
+                assert len(held) == len(shape) and all(0 <= h.start <= h.stop <= n for h, n in zip(held, shape))
+                if mine is not None:
+                    assert all(h.start <= m.start <= m.stop <= h.stop for m, h in zip(mine, held)), place
+                    painted[(k, *mine)] += 1
+            for place, times in zip(places, mesh.world.all_reduce(painted)):
+                assert (times == 1).all(), (str(mesh), place, times)
+    ranks.run(check)
+
+
+def test_rows_of_what_neighbours_share_by_hand():
+    """Five rows; tp ranks 0 and 1 hold 0-2 and 2-4, so row 2 is rank 0's.  Each has three rows, of which dp rank 0 has two."""
+    def on_rank(comm):
+        mesh = Mesh(dp=2, tp=2, comm=comm)
+        place = Rows(Cut(0, ((0, 3), (2, 5))))
+        return [[(s.start, s.stop) for s in where(place, (5,), mesh)][0] for where in (box, own_box)]
+    assert run_threads(4, on_rank) == [[(0, 2), (0, 2)], [(2, 4), (3, 4)], [(2, 3), (2, 3)], [(4, 5), (4, 5)]]

@@ -3,8 +3,10 @@ import numpy as np
 import pytest
 
 from refimpl.autograd import Layout, LayoutError, Tensor
+from refimpl.comm import Mesh
+from refimpl.models import Config, init
 from refimpl.train import AdamW
-from refimpl.train.adamw import adamw
+from refimpl.train.adamw import GROUPS, adamw, group_of
 
 
 def test_first_step_is_the_sign_of_the_gradient():
@@ -63,3 +65,40 @@ def test_a_partial_gradient_is_refused():
 def test_a_senseless_learning_rate_is_refused(lr):
     with pytest.raises(ValueError, match="learning rate must be a positive number, got"):
         AdamW(lr=lr)
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+TIED = Config(vocab_size=5, n_layers=1, n_heads=2, d_model=4, max_seq_len=3, biases=("norm", "qkv", "o", "mlp", "head"))
+UNTIED = Config(vocab_size=5, n_layers=1, n_heads=2, d_model=4, max_seq_len=3, tied=False, ffn="swiglu", norm="rms_norm",
+                qk_norm=True, biases=())
+BLOCK = {f"layers.0.{name}.w" for name in ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.down")}
+
+
+@pytest.mark.parametrize("cfg, embeddings, matrices", [
+    (TIED, {"embed.w", "positions.w"}, BLOCK), (UNTIED, {"embed.w", "positions.w"}, BLOCK | {"layers.0.mlp.gate.w", "head.w"})])
+def test_the_groups_of_a_decoders_parameters(cfg, embeddings, matrices):
+    """A tied matrix, embedding and head in one, is an embedding; gains and biases are vectors."""
+    found = {name: group_of(name, t.array.ndim) for name, t in init(cfg, Mesh(), 0).items()}
+    assert {name for name, group in found.items() if group == "embeddings"} == embeddings
+    assert {name for name, group in found.items() if group == "matrices"} == matrices
+    assert {name[-2:] for name, group in found.items() if group == "vectors"} <= {".g", ".b"} and len(found) > 10
+
+
+@pytest.mark.parametrize("decay", [(), ("matrices",), ("embeddings",), ("vectors",), ("vectors", "matrices"), GROUPS])
+def test_only_the_listed_groups_decay_and_the_others_move_by_adam_alone(decay):
+    params = {name: Tensor(t.array + 1, t.layout, None, name) for name, t in init(TIED, Mesh(), 0).items()}
+    draw = np.random.default_rng(0)
+    grads = {name: Tensor(draw.standard_normal(t.shape)) for name, t in params.items()}
+    adam = AdamW(lr=0.1, weight_decay=0.0).step(params, grads)
+    new = AdamW(lr=0.1, weight_decay=0.5, decay=decay).step(params, grads)
+    for name, t in params.items():
+        decayed = 0.1 * 0.5 * t.array if group_of(name, t.array.ndim) in decay else 0
+        np.testing.assert_allclose(new[name].array, adam[name].array - decayed, rtol=1e-14)
+
+
+def test_a_matrix_that_is_a_vector_for_its_rank_is_still_a_matrix():
+    """The group goes by the number of axes, which a cut leaves: a rank with one column of a matrix decays it."""
+    column = {"layers.0.attn.q.w": Tensor(np.ones((4, 1)), name="layers.0.attn.q.w")}
+    new = AdamW(lr=0.1, weight_decay=0.5, decay=("matrices",)).step(column, {n: Tensor(np.zeros((4, 1))) for n in column})
+    np.testing.assert_allclose(new["layers.0.attn.q.w"].array, 0.95)

@@ -1,7 +1,8 @@
 """Localises options of the decoder, and ways to cut it, that give another loss, gradient, norm or update than one rank does.
 
 Every option of Config is in at least one model.  Every model is trained for three steps on every mesh, with dropout or without,
-in one micro-batch or three: in turn, so that each model has all four on some meshes.
+in one micro-batch or three: in turn, so that each model has all four on some meshes.  The optimizer's state is whole, or each
+dp rank has that of its rows (ZeRO-1).
 """
 import functools
 from dataclasses import fields
@@ -14,8 +15,8 @@ from refimpl.comm import Mesh, shares
 from refimpl.comm.paper import paper_mesh
 from refimpl.models import Config, parameters, placements
 from refimpl.models.config import BIASED, CHOICES
-from refimpl.parallel import check_replicas, clip, gather, gradient_norm, shard
-from refimpl.train import AdamW, Batch, gradients
+from refimpl.parallel import Reduction, RowReduction, check_replicas, clip, gather, gather_rows, gradient_norm, shard
+from refimpl.train import AdamW, Batch, State, gradients
 
 B, T, V = 7, 6, 13                                      # on 8 dp ranks some have no sample
 SIZES = {"vocab_size": V, "n_layers": 2, "n_heads": 8, "d_model": 24, "max_seq_len": 8}
@@ -43,8 +44,9 @@ def config(name, dropout=0.0):
     return Config(**SIZES | MODELS[name], dropout=dropout)
 
 
-def variant(name, mesh):
-    return VARIANTS[(list(MODELS).index(name) + mesh.dp.size + 2 * mesh.tp.size) % 4]
+def variant(name, mesh, zero=False):
+    """With `zero` dp is more than 1, so 2, 4, 6 and 8 take turns as well."""
+    return VARIANTS[(list(MODELS).index(name) + (mesh.dp.size // 2 if zero else mesh.dp.size) + 2 * mesh.tp.size) % 4]
 
 
 def test_every_option_is_in_a_model():
@@ -80,18 +82,20 @@ def batches(mesh, accumulate):
         first += size
 
 
-def three_steps(name, mesh, dropout, accumulate):
+def three_steps(name, mesh, dropout, accumulate, zero=False):
     """Of each step: the loss, the count, the norm of the gradient and the global gradient; and the global parameters after."""
     cfg = config(name, dropout)
     table = placements(cfg, mesh)
     params, optimizer, out = shard(whole_parameters(name), table, mesh), AdamW(LR, eps=EPS, weight_decay=0.1), []
+    state, reduction = State(cfg, mesh, params, optimizer, zero), RowReduction if zero else Reduction
     for step in range(STEPS):
-        check_replicas(params, table, mesh)
-        g = gradients(params, batches(mesh, accumulate), cfg, mesh, seed=7, step=step)
-        norm = gradient_norm(g.grads, table, mesh)
-        params = optimizer.step(params, clip(g.grads, norm, CLIP))
-        out.append((g.loss, g.count, norm, gather(g.grads, table, mesh)))
-    return out, gather(params, table, mesh)
+        check_replicas(state.params, table, mesh)
+        g = gradients(state.params, batches(mesh, accumulate), cfg, mesh, seed=7, step=step, reduction=reduction)
+        norm = gradient_norm(g.grads, state.optimizer_table, mesh)
+        state.update(clip(g.grads, norm, CLIP))
+        whole = gather_rows(g.grads, state.params, mesh) if zero else g.grads
+        out.append((g.loss, g.count, norm, gather(whole, table, mesh)))
+    return out, gather(state.params, table, mesh)
 
 
 @functools.cache
@@ -116,8 +120,9 @@ def close(got, want, scale):
     return np.abs(np.asarray(got) - want).max(initial=0) <= 1e-12 * scale
 
 
+@pytest.mark.parametrize("zero", (False, True), ids=("whole state", "rows of the state"))
 @pytest.mark.parametrize("name", MODELS)
-def test_three_steps_are_those_of_one_rank_on_every_mesh(ranks, name):
+def test_three_steps_are_those_of_one_rank_on_every_mesh(ranks, name, zero):
     """Losses, gradients and norms within 1e-12 of their scale.  An update is lr·m/(√v + eps), whose error is that of the
     gradient over the gradient itself where that is small."""
     rows = parameters(config(name), SERIAL)
@@ -125,10 +130,12 @@ def test_three_steps_are_those_of_one_rank_on_every_mesh(ranks, name):
         serial(name, *how), gauge_scales(name, *how)
 
     def check(mesh: Mesh):
-        how = variant(name, mesh)
+        if zero and mesh.dp.size == 1:                  # the state is whole there, too
+            return
+        how = variant(name, mesh, zero)
         (steps, after), scales = serial(name, *how), gauge_scales(name, *how)
         smallest = {key: np.min([np.abs(g[key]) * min(1, CLIP / norm) for _, _, norm, g in steps], axis=0) for key in rows}
-        got_steps, got_after = three_steps(name, mesh, *how)
+        got_steps, got_after = three_steps(name, mesh, *how, zero)
         for (loss, count, norm, grads), (want_loss, want_count, want_norm, want) in zip(got_steps, steps):
             assert count == want_count == B * T - T // 2 - 2 * T
             assert close(loss, want_loss, want_loss) and close(norm, want_norm, want_norm)
