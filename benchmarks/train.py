@@ -38,7 +38,9 @@ def contend(kind: str, threads: int, folder: Path) -> None:
     """Make a step whenever the parent says so, and write down how long it took."""
     import numpy as np
 
+    from refimpl.autograd import Clock
     from refimpl.comm import Mesh, world
+    from refimpl.memory import keep_memory
     from refimpl.models import Config, init
     from refimpl.rng import integers, stream
     from refimpl.train import Data, Options, Trainer
@@ -48,6 +50,8 @@ def contend(kind: str, threads: int, folder: Path) -> None:
         import autograd.numpy  # noqa: F401
     cfg = Config(vocab_size=V, n_layers=LAYERS, n_heads=HEADS, d_model=D, max_seq_len=T)
     options = Options(steps=10 ** 6, batch_size=BATCH, seq_len=T, lr=LR, dtype="float32", check_replicas=0)
+    if kind == "refimpl":
+        keep_memory()                                   # as `python -m refimpl train` does
     comm = world(checked=False) if kind == "refimpl" else None
     rank, mesh = comm.rank if comm else 0, Mesh(dp=comm.size, comm=comm) if comm else Mesh()
     before = status("VmRSS")
@@ -81,8 +85,13 @@ def contend(kind: str, threads: int, folder: Path) -> None:
             with open(folder / "done", "w") as done:
                 done.write(json.dumps([took, loss]))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    payload = sum(trainer.mesh.ledger.total(axis).elements for axis in ("dp",)) if kind == "refimpl" else 0
-    (folder / f"memory.{rank}").write_text(json.dumps([peak, payload]))
+    payload, products = trainer.mesh.ledger.total("dp").elements if kind == "refimpl" else 0, 0.0
+    if kind == "refimpl":
+        start = time.perf_counter()
+        with Clock() as clock:
+            run(step)
+        products = sum(span.stop - span.start for span in clock.spans if span.op == "product") / (time.perf_counter() - start)
+    (folder / f"at-the-end.{rank}").write_text(json.dumps([peak, payload, products]))
 
 
 class Contender:
@@ -112,14 +121,14 @@ class Contender:
         self.seconds.append(seconds)
         self.losses.append(loss)
 
-    def end(self) -> tuple[list[int], int]:
-        """Peak bytes of each rank, and elements of the last step's payload on rank 0."""
+    def end(self) -> tuple[int, int, float]:
+        """Peak bytes of all ranks; of rank 0: elements of the last step's payload, and the products' share of a step's time."""
         for go in self.go:
             go.write(b"q")
         if self.process.wait(timeout=60):
             raise SystemExit(f"{self.name} failed")
-        rows = [json.loads((self.folder / f"memory.{rank}").read_text()) for rank in range(self.ranks)]
-        return [peak for peak, _ in rows], rows[0][1]
+        rows = [json.loads((self.folder / f"at-the-end.{rank}").read_text()) for rank in range(self.ranks)]
+        return sum(peak for peak, _, _ in rows), *rows[0][1:]
 
 
 def sgemm(threads: int) -> float:
@@ -181,7 +190,7 @@ def main() -> None:
                  ("one core", contender("refimpl, one core", "refimpl"), contender("torch, one core", "torch"), sgemm(1))]
         running = [c for _, ours, theirs, _ in pairs for c in (ours, theirs)]
         rounds(running, args.rounds)
-        memory = {c.name: c.end() for c in running}
+        ends = {c.name: c.end() for c in running}
         columns = {"ms a step": 10, "tokens/s": 10, "torch / ours": 22, "of sgemm: N inner": 20, "all N": 8, "peak MB": 9}
         print(" " * 22 + "".join(f"{title:>{width}}" for title, width in columns.items()))
         for title, ours, theirs, peak in pairs:
@@ -190,13 +199,13 @@ def main() -> None:
                 seconds = statistics.median(c.seconds)
                 shares = [6 * n * tokens / seconds / peak for n in (n_inner, n_all)]
                 print(f"{c.name:22}{seconds * 1e3:10.0f}{tokens / seconds:10,.0f}{spread(ratios) if c is ours else '':>22}"
-                      f"{shares[0]:20.0%}{shares[1]:8.0%}{sum(memory[c.name][0]) / 1e6:9.0f}")
-            print(f"  {title}: measured sgemm {peak / 1e9:.0f} GFLOP/s, memory "
-                  f"{sum(memory[ours.name][0]) / sum(memory[theirs.name][0]):.2f} of torch's")
+                      f"{shares[0]:20.0%}{shares[1]:8.0%}{ends[c.name][0] / 1e6:9.0f}")
+            print(f"  {title}: measured sgemm {peak / 1e9:.0f} GFLOP/s; products are {ends[ours.name][2]:.0%} of our step's "
+                  f"time; memory {ends[ours.name][0] / ends[theirs.name][0]:.2f} of torch's")
         slow = [contender("refimpl, one core again", "refimpl"), contender("HIPS autograd", "autograd")]
         rounds(slow, args.slow_rounds)
         ratios = [b / a for a, b in zip(slow[0].seconds, slow[1].seconds)]
-        peak = slow[1].end()[0][0]
+        peak = slow[1].end()[0]
         print(f"\nHIPS autograd takes {statistics.median(slow[1].seconds):.1f} s a step, {spread(ratios)} times ours; its peak "
               f"is {peak / 1e6:.0f} MB")
         slow[0].end()
@@ -204,7 +213,7 @@ def main() -> None:
         for ranks in sorted({1, 2, CORES, 4}):
             c = contender(f"scaling, {ranks}", "refimpl", ranks=ranks)
             rounds([c], max(3, args.rounds // 3))
-            _, payload = c.end()
+            _, payload, _ = c.end()
             note = "   more ranks than cores" if ranks > CORES else ""
             print(f"{ranks:8}{tokens / statistics.median(c.seconds):12,.0f}{payload:28,}{note}")
     imports = {m: [import_seconds(m) for _ in range(9)] for m in ("numpy", "refimpl", "refimpl.train")}

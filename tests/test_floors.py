@@ -7,7 +7,7 @@ from pathlib import Path
 import refimpl
 
 ROOT = Path(refimpl.__file__).parent
-FLOORS = [{"array", "files", "rng", "tensorfile", "xptable"}, {"autograd"}, {"comm", "text", "ops"},
+FLOORS = [{"array", "files", "memory", "rng", "tensorfile", "xptable"}, {"autograd"}, {"comm", "text", "ops"},
           {"check", "cases", "parallel"}, {"models"}, {"weights", "train", "generate"}, {"golden", "analysis"},
           {"commands", "__main__"}]
 REQUIRED = {"numpy"}

@@ -23,6 +23,7 @@ from refimpl.comm import Comm, Mesh, world
 from refimpl.comm.trace import Trace
 from refimpl.commands.pictures import draw_losses
 from refimpl.commands.settings import add_flags, checked, defaults, read_toml
+from refimpl.memory import keep_memory
 from refimpl.models import Config
 from refimpl.models.config import BIASED, CHOICES
 from refimpl.ops.rope import PAIRINGS
@@ -105,6 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    keep_memory()
     comm = world()
     if args.out is None and (args.plot or args.resume == ""):
         raise ValueError(f"{'--plot' if args.plot else '--resume'} needs --out, the folder of the run")
