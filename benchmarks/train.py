@@ -2,10 +2,11 @@
 autograd are installed.
 
 The model: GPT of 6 layers, d 384, 6 heads, T 256, V 4096, float32, AdamW, batch 8: 12.3 million parameters.  Each contender is
-a process (ours on all cores: one MPI rank a core) that sleeps until it is its turn; in every round each makes one step, in an
-order drawn anew, so that a slow moment of the machine hits all.  Shown are the medians over the rounds, the ratios to torch in
-the same round with quartiles, which share of the measured matrix-product speed 6·N·tokens amounts to, memory at its peak above
-what the imports take, and how ours scales with ranks.  All start from the same weights, and must agree about the losses.
+a process (ours on all cores: one MPI rank a core, ZeRO-1) that sleeps until it is its turn; in every round each makes one step,
+in an order drawn anew, so that a slow moment of the machine hits all.  Shown are the medians over the rounds, the ratios to
+torch in the same round with quartiles, which share of the measured matrix-product speed 6·N·tokens amounts to, memory at its
+peak above what the imports take, and how ours scales with ranks.  All start from the same weights, and must agree about the
+losses.
 """
 import argparse
 import json
@@ -49,11 +50,12 @@ def contend(kind: str, threads: int, folder: Path) -> None:
     elif kind == "autograd":
         import autograd.numpy  # noqa: F401
     cfg = Config(vocab_size=V, n_layers=LAYERS, n_heads=HEADS, d_model=D, max_seq_len=T)
-    options = Options(steps=10 ** 6, batch_size=BATCH, seq_len=T, lr=LR, dtype="float32", check_replicas=0)
     if kind == "refimpl":
         keep_memory()                                   # as `python -m refimpl train` does
     comm = world(checked=False) if kind == "refimpl" else None
     rank, mesh = comm.rank if comm else 0, Mesh(dp=comm.size, comm=comm) if comm else Mesh()
+    options = Options(steps=10 ** 6, batch_size=BATCH, seq_len=T, lr=LR, dtype="float32", check_replicas=0,
+                      zero=mesh.dp.size > 1)
     before = status("VmRSS")
     corpus = Data(integers(stream(0, "corpus"), np.arange(100_000), V))
     trainer = Trainer(corpus, cfg, options, mesh)
