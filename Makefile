@@ -67,7 +67,8 @@ test-openmpi:
 test-programs: $(VENV)/ready-test
 	timeout --kill-after=10 900 $(RUN) -m pytest -k "not threads and not wrong_number" \
 		tests/comm/test_ending.py tests/comm/test_faults.py tests/comm/test_hosts.py tests/comm/test_launch.py tests/comm/test_switches.py \
-		tests/comm/test_direct.py tests/comm/test_trace_programs.py tests/test_run_mpi.py tests/test_examples.py tests/commands
+		tests/comm/test_direct.py tests/comm/test_trace_programs.py tests/test_run_mpi.py tests/test_examples.py tests/commands \
+		tests/train/test_killed_training.py tests/train/test_resume.py
 
 test-peers:
 	$(MAKE) VENV=$(VENV_peers) peers

@@ -9,16 +9,19 @@ peak above what the imports take, and how ours scales with ranks.  All start fro
 losses.
 """
 import argparse
+import importlib.util
 import json
 import os
 import platform
 import random
 import resource
+import select
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Callable
 
@@ -111,22 +114,25 @@ class Contender:
         environment = os.environ | {name: str(threads) for name in THREAD_VARIABLES} | {"PYTHONPATH": str(HERE.parent)}
         self.process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL,
                                         preexec_fn=lambda: os.sched_setaffinity(0, cores))
-        self.go = [open(folder / f"go.{rank}", "wb", buffering=0) for rank in range(ranks)]
+        self.go = [os.open(folder / f"go.{rank}", os.O_RDWR) for rank in range(ranks)]  # both ways: opening waits for nobody
+        self.done = os.open(folder / "done", os.O_RDWR)
         self.seconds: list[float] = []
         self.losses: list[float] = []
 
     def step(self) -> None:
         for go in self.go:
-            go.write(b"s")
-        with open(self.folder / "done") as done:
-            seconds, loss = json.loads(done.read())
+            os.write(go, b"s")
+        while not select.select([self.done], [], [], 1.0)[0]:
+            if self.process.poll() is not None:
+                raise SystemExit(f"{self.name} has ended with status {self.process.returncode}: why is above")
+        seconds, loss = json.loads(os.read(self.done, 4096))
         self.seconds.append(seconds)
         self.losses.append(loss)
 
     def end(self) -> tuple[int, int, float]:
         """Peak bytes of all ranks; of rank 0: elements of the last step's payload, and the products' share of a step's time."""
         for go in self.go:
-            go.write(b"q")
+            os.write(go, b"q")
         if self.process.wait(timeout=60):
             raise SystemExit(f"{self.name} failed")
         rows = [json.loads((self.folder / f"at-the-end.{rank}").read_text()) for rank in range(self.ranks)]
@@ -177,13 +183,19 @@ def main() -> None:
     args = parser.parse_args()
     if args.contend:
         return contend(args.contend[0], int(args.contend[1]), Path(args.contend[2]))
+    for module in ("torch", "autograd"):
+        if importlib.util.find_spec(module) is None:
+            raise SystemExit(f"{module} is not installed here: make bench installs it")
     random.seed(0)
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")), platform.machine())
-    print(f"{CORES} cores of {cpu}, Python {platform.python_version()}, {platform.system()}; {args.rounds} rounds\n")
+    versions = ", ".join(f"{name} {version(name)}" for name in ("numpy", "torch", "autograd", "mpi4py", "mpich"))
+    print(f"{CORES} cores of {cpu}, Python {platform.python_version()}, {versions}; {args.rounds} rounds\n")
+    from refimpl.models import Config
+    from refimpl.models.placements import count
     tokens = BATCH * T
-    n_all = 12 * LAYERS * D * D + 13 * LAYERS * D + 2 * D + V * D + T * D
-    n_inner = n_all - V * D - T * D
+    n_all = count(Config(vocab_size=V, n_layers=LAYERS, n_heads=HEADS, d_model=D, max_seq_len=T))
+    n_inner = n_all - V * D - T * D                     # without the embeddings of words and positions
     with tempfile.TemporaryDirectory() as folder:
         def contender(name: str, kind: str, ranks: int = 1, threads: int = 1) -> Contender:
             return Contender(name, kind, ranks, threads, Path(folder) / name.replace(" ", "-").replace(",", ""))
@@ -193,6 +205,7 @@ def main() -> None:
         running = [c for _, ours, theirs, _ in pairs for c in (ours, theirs)]
         rounds(running, args.rounds)
         ends = {c.name: c.end() for c in running}
+        print(f"N inner {n_inner:,}, all N {n_all:,}; the peak of memory is the sum over ranks")
         columns = {"ms a step": 10, "tokens/s": 10, "torch / ours": 22, "of sgemm: N inner": 20, "all N": 8, "peak MB": 9}
         print(" " * 22 + "".join(f"{title:>{width}}" for title, width in columns.items()))
         for title, ours, theirs, peak in pairs:
@@ -218,7 +231,10 @@ def main() -> None:
             _, payload, _ = c.end()
             note = "   more ranks than cores" if ranks > CORES else ""
             print(f"{ranks:8}{tokens / statistics.median(c.seconds):12,.0f}{payload:28,}{note}")
-    imports = {m: [import_seconds(m) for _ in range(9)] for m in ("numpy", "refimpl", "refimpl.train")}
+    imports: dict[str, list[float]] = {"numpy": [], "refimpl": [], "refimpl.train": []}
+    for _ in range(9):
+        for module, seconds in imports.items():
+            seconds.append(import_seconds(module))
     base = statistics.median(imports.pop("numpy"))
     more = (f"import {module} {statistics.median(seconds) - base:+.2f} s" for module, seconds in imports.items())
     print(f"\nimport numpy {base:.2f} s; {'; '.join(more)}")

@@ -86,7 +86,8 @@ def hips_step(cfg: Config, weights: dict[str, np.ndarray], lr: float) -> Step:
             h = norm(x, w["norm1.g"], w["norm1.b"])
             q, k, v = (heads(anp.matmul(h, w[f"attn.{n}.w"]) + w[f"attn.{n}.b"]) for n in "qkv")
             s = anp.matmul(q, anp.transpose(k, (0, 1, 3, 2))) / math.sqrt(K) + hidden
-            y = anp.matmul(anp.exp(log_softmax(s)), v)
+            e = anp.exp(s - anp.max(s, axis=-1, keepdims=True))
+            y = anp.matmul(e / anp.sum(e, axis=-1, keepdims=True), v)
             y = anp.reshape(anp.transpose(y, (0, 2, 1, 3)), (B, T, D))
             x = x + anp.matmul(y, w["attn.o.w"]) + w["attn.o.b"]
             h = gelu(anp.matmul(norm(x, w["norm2.g"], w["norm2.b"]), w["mlp.up.w"]) + w["mlp.up.b"])

@@ -21,6 +21,7 @@ multiplies rounding errors; the relay is no exception.
 import argparse
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from refimpl.comm import Comm, Mesh, SerialComm, launch
 from refimpl.commands.pictures import draw_losses
 from refimpl.models import Config
 from refimpl.text import ByteTokenizer, standard_library
-from refimpl.train import Data, Options, Trainer, latest
+from refimpl.train import Data, Options, Trainer
 
 CFG = Config(vocab_size=256, n_layers=2, n_heads=4, d_model=48, max_seq_len=32, dropout=0.1)
 OPTIONS = Options(steps=30, batch_size=8, seq_len=32, lr=1e-3, warmup=5, schedule="cosine", clip=1.0)
@@ -40,14 +41,13 @@ TOLERANCE = 1e-10                                       # one step differs by ro
 def relay(data: Data, meshes: list[Mesh], folder: Path) -> list[float]:
     """The losses of a run that goes on from its own checkpoint on another mesh, again and again."""
     losses: list[float] = []
+    checkpoint = None
     for leg, mesh in enumerate(meshes):
-        options = Options(**vars(OPTIONS) | {"zero": mesh.dp.size > 1, "save_every": LEG})
-        trainer = Trainer(data, CFG, options, mesh, folder)
-        if leg:
-            trainer.resume(latest(folder / "checkpoints") or folder)
-        for step in range(leg * LEG, (leg + 1) * LEG):
-            losses.append(trainer.step(step)[1]["loss"])
-        trainer.save()
+        trainer = Trainer(data, CFG, replace(OPTIONS, zero=mesh.dp.size > 1), mesh, folder)
+        if checkpoint:
+            trainer.resume(checkpoint)
+        losses += [trainer.step(step)[1]["loss"] for step in range(leg * LEG, (leg + 1) * LEG)]
+        checkpoint = trainer.save()
     return losses
 
 
@@ -66,12 +66,12 @@ def main(comm: Comm, plot: Path | None = None) -> None:
     assert max(worst.values()) <= TOLERANCE, f"rank {comm.rank}: {worst}"
     if comm.rank == 0:
         print(f"{'step':>6}" + "".join(f"{name:>16}" for name in runs))
-        for step in (0, 9, 19, 29):
+        for step in (0, *range(LEG - 1, OPTIONS.steps, LEG)):
             print(f"{step + 1:6}" + "".join(f"{losses[step]:16.12f}" for losses in runs.values()))
         print("differs" + "".join(f"{worst[name]:{15 if i == 0 else 16}.0e}" for i, name in enumerate(runs)))
         if plot:
             plot.parent.mkdir(parents=True, exist_ok=True)
-            curves = {name: (range(1, 31), losses) for name, losses in runs.items()}
+            curves = {name: (range(1, OPTIONS.steps + 1), losses) for name, losses in runs.items()}
             print(draw_losses(plot, curves, "nats per byte", nested=True))
         print(f"\nOK: {len(runs)} runs of {OPTIONS.steps} steps have the same losses, on whatever mesh")
 

@@ -53,14 +53,6 @@ def device_module(name: str, local_rank: int = 0) -> ModuleType:
     return cupy
 
 
-def float_dtype(name: str) -> np.dtype:
-    """The training dtype called `name`.  Error: ValueError that lists the allowed ones."""
-    allowed = [str(d) for d in FLOATS]
-    if name not in allowed:
-        raise ValueError(f"dtype {name!r} is not supported: use one of {', '.join(allowed)}")
-    return np.dtype(name)
-
-
 def to_host(a: Array) -> np.ndarray:
     """`a` as a numpy array (a copy from the device where it lives there, made when all work on it has ended)."""
     return a.get() if on_device(a) else np.asarray(a)
@@ -85,13 +77,13 @@ def owner(a: Array) -> Array:
 
 
 def in_cache(f: Callable, *arrays: Array, rows: bool = False) -> Any:
-    """f(*arrays), computed from a part of the arrays at a time: what one line of `f` makes is still in the cache for the next.
+    """f(*arrays), a block at a time, so that what one line of `f` makes is still in the cache when the next one reads it.
 
-    f      works element by element on arrays of one shape, or, with `rows`, on each vector along their last axes by itself;
-           it gives an array or a tuple of them
+    f works element by element on arrays of one shape; with `rows`, on each vector along the last axis by itself.  It gives an
+    array or a tuple of them.
     """
-    n = arrays[0].size // (arrays[0].shape[-1] or 1) if rows and arrays[0].ndim else arrays[0].size
-    step = max(1, CACHED * n // (arrays[0].size or 1))
+    each = max(1, arrays[0].shape[-1]) if rows and arrays[0].ndim else 1
+    n, step = arrays[0].size // each, max(1, CACHED // each)
     if n <= step or any(map(on_device, arrays)):        # a GPU wants all at once
         return f(*arrays)
     flat = [a.reshape(n, a.shape[-1]) if rows else a.reshape(n) for a in arrays]

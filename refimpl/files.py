@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, whenever the process is killed.  (Where the machine may fail, too: checkpoint.py.)"""
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Iterator
@@ -17,7 +17,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         yield part
         part.replace(path)
     except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
+        raise ValueError(f"{path} cannot be written: {error.strerror or error}") from None
     finally:
         with suppress(OSError):                         # gone already, if all went well
             part.unlink()

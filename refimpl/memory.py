@@ -17,4 +17,4 @@ def keep_memory(size: int = 1 << 30) -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):                   # another C library
         return False
-    return bool(mallopt(MMAP_THRESHOLD, size) and mallopt(TRIM_THRESHOLD, size))
+    return all([mallopt(MMAP_THRESHOLD, size), mallopt(TRIM_THRESHOLD, size)])    # older ones refuse more than 32 MB

@@ -3,7 +3,9 @@
 `Round` is a frame: with it in force, what an op gives and what its vjp hands on are rounded to bfloat16.  Inside an op
 everything stays float32 (sums, exponentials, the statistics of a norm), and so do the loss, and what is summed outside of ops:
 gradients of a value that is used twice, of micro-batches, and over data-parallel ranks.  The weights that a step starts from
-are the rounded ones of float32 masters, which the optimizer keeps (train/loop.py).
+are the rounded ones of float32 masters, which the optimizer keeps (train/loop.py).  On tensor-parallel ranks each rank's
+partial product is rounded before it is added up, as on a GPU: sharded and serial runs agree to bfloat16's rounding, not to
+float32's.
 Reference: Kalamkar et al. 2019 (bfloat16); Micikevicius et al. 2018, section 3.1 (master weights)
 """
 from typing import Any, Callable

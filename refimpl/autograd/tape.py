@@ -177,7 +177,7 @@ def recompute(fn: Callable, *args: Any) -> Any:
                 else Params({a.full(name): next(rest) for name in a}, a.prefix) if isinstance(a, Params) else a for a in args]
 
     def detached(t: Tensor) -> Tensor:
-        return Tensor(t.array, t.layout, None, t.name, t.cut, t.shared)
+        return t.like(t.array)
 
     result = fn(*rebuild([detached(t) for t in flat]))
     if any(y.tape is not None for y in tensors_of(result)):

@@ -27,6 +27,10 @@ class Tensor:
         self.slot = -1
         self.made_of: tuple["Tensor", ...] = ()
 
+    def like(self, array: Array, layout: Layout | None = None) -> "Tensor":
+        """Another value of the same parameter."""
+        return Tensor(array, layout or self.layout, None, self.name, self.cut, self.shared)
+
     @property
     def leaves(self) -> tuple["Tensor", ...]:
         """The parameters behind this value, () for an activation."""

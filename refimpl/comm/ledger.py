@@ -62,6 +62,10 @@ class Ledger:
     def rows(self) -> Iterator[tuple[Key, Total]]:
         return ((Key(*key), total) for key, total in sorted(self.totals.items()))
 
+    def by_axes(self) -> dict[str, int]:
+        """Elements of the payload, by mesh axes."""
+        return {axes: self.total(axes).elements for axes in sorted({key.axes for key, _ in self.rows()})}
+
     def to_dicts(self) -> list[dict[str, Any]]:
         """The rows by column; wire is None where the MPI library sends."""
         return [{**key._asdict(), "calls": t.calls, "elements": t.elements, "bytes": t.bytes,

@@ -3,7 +3,9 @@
     [training]              --steps 200 --lr 3e-4           every field is a flag, and a key of its class' section
     steps = 1000
     [model]
-    n_layers = 6            ->  settings(Options, ...) has 200 steps, settings(Config, ...) 6 layers
+    n_layers = 6            ->  {"training": {"steps": 200, "lr": 3e-4, ...}, "model": {"n_layers": 6, ...}}
+
+`defaults` lists settings, `add_flags` makes flags of them, `read_toml` and `checked` read what a file says of them.
 """
 import argparse
 import json
@@ -28,8 +30,7 @@ def add_flags(group: Any, default: Mapping[str, Any], help_of: Mapping[str, str]
         flag, text = "--" + name.replace("_", "-"), help_of[name]
         shown = {True: "yes", False: "no"}[value] if isinstance(value, bool) else \
             ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        if shown and "(default:" not in text:
-            text += f" (default: {shown})"
+        text += f" (default: {shown})" if shown else ""
         if isinstance(value, bool):
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         elif isinstance(value, tuple):
@@ -66,7 +67,7 @@ def read_toml(path: Path, sections: Mapping[str, Mapping[str, Any]]) -> dict[str
     except ImportError:
         raise ValueError("a TOML file needs Python 3.11 or the package tomli: pip install '.[run]'") from None
     try:
-        found = toml.loads(path.read_text(encoding="utf-8"))
+        found = toml.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"the settings {path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:       # not utf-8, or not TOML

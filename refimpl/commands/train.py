@@ -12,6 +12,7 @@ A setting is a flag, or a key in the sections [training], [model], [data] and [s
 """
 import argparse
 import json
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,17 +24,18 @@ from refimpl.comm import Comm, Mesh, world
 from refimpl.comm.trace import Trace
 from refimpl.commands.pictures import draw_losses
 from refimpl.commands.settings import add_flags, checked, defaults, read_toml
+from refimpl.files import replacing
 from refimpl.memory import keep_memory
 from refimpl.models import Config
 from refimpl.models.config import BIASED, CHOICES
+from refimpl.models.placements import count
 from refimpl.ops.rope import PAIRINGS
-from refimpl.text import (ByteTokenizer, Tokenizer, make_tokenizer, open_tokens, read_text, standard_library, tokenizer_from,
-                          write_tokenizer)
+from refimpl.text import ByteTokenizer, Tokenizer, make_tokenizer, open_tokens, read_text, standard_library, tokenizer_from
 from refimpl.train import Data, Options, Result, Sampling, Trainer, latest
 from refimpl.train.adamw import GROUPS
-from refimpl.train.checkpoint import read_manifest
 from refimpl.train.log import printable, read_log, short
 from refimpl.train.options import DTYPES
+from refimpl.train.origin import read_origin
 
 SMALL = Config(vocab_size=ByteTokenizer.vocab_size, n_layers=2, n_heads=4, d_model=96, max_seq_len=64)
 TRACED_STEPS = 3                                        # the first of which warms up
@@ -48,8 +50,8 @@ class Source:
     tokens: str = ""
 
 
-SECTIONS = {"training": defaults(Options), "model": defaults(Config, SMALL, leave_out="vocab_size"), "data": defaults(Source),
-            "sampling": defaults(Sampling)}
+MODEL = defaults(Config, SMALL, leave_out="vocab_size") | {"max_seq_len": 0}
+SECTIONS = {"training": defaults(Options), "model": MODEL, "data": defaults(Source), "sampling": defaults(Sampling)}
 HELP = {
     "training": {
         "steps": "training steps", "batch_size": "samples of a step, over all ranks and micro-batches",
@@ -72,7 +74,7 @@ HELP = {
     "model": {
         "n_layers": "layers", "n_heads": "attention heads", "d_model": "width",
         "d_ff": "width of the MLP, 0: four times d_model",
-        "dropout": "dropout rate", "max_seq_len": "longest context (default: seq_len)", "eps": "the norms' epsilon",
+        "dropout": "dropout rate", "max_seq_len": "longest context, 0: seq_len", "eps": "the norms' epsilon",
         "n_kv_heads": "key and value heads, 0: n_heads", "head_dim": "width of a head, 0: d_model / n_heads",
         "norm": " or ".join(CHOICES["norm"]), "norm_place": "pre (before each sublayer) or post (after its residual sum)",
         "positions": ", ".join(CHOICES["positions"]), "rope_theta": "RoPE's base", "rope_pairing": " or ".join(PAIRINGS),
@@ -117,20 +119,22 @@ def run(args: argparse.Namespace) -> int:
     mesh = Mesh.parse(args.mesh, comm)
     options, source, sampling = Options(**settings["training"]), Source(**settings["data"]), Sampling(**settings["sampling"])
     if options.save_every and not args.out:
-        raise ValueError("--save-every needs --out, the folder of the run")
-    data = read_data(comm, source, options)
-    if not data.tokenizer:
-        raise AssertionError("what is read has a tokenizer")
-    cfg = Config(vocab_size=data.tokenizer.vocab_size, **{"max_seq_len": options.seq_len} | settings["model"])
+        raise ValueError(f"--save-every (here {options.save_every}) needs --out, the folder of the run")
+    data, tokenizer = read_data(comm, source, options)
+    model = settings["model"]
+    cfg = Config(vocab_size=tokenizer.vocab_size, **model | {"max_seq_len": model["max_seq_len"] or options.seq_len})
     if options.seq_len > cfg.max_seq_len:
         raise ValueError(f"seq_len {options.seq_len} is longer than the model's max_seq_len {cfg.max_seq_len}")
     trainer = Trainer(data, cfg, options, mesh, args.out, sampling)
     if checkpoint:
         trainer.resume(checkpoint)
+    if comm.rank == 0 and args.bar:
+        print(f"{len(data.train):,} tokens of {cfg.vocab_size:,} to learn from, {len(data.validation):,} to judge by; "
+              f"{count(cfg):,} parameters, {options.dtype}; mesh {mesh}", file=sys.stderr, flush=True)
     with nullcontext() if args.trace is None else FirstSteps(comm, args.trace):
         result = trainer.run(args.bar)
     if comm.rank == 0:
-        report(result, args, data.tokenizer)
+        report(result, args)
     return 0
 
 
@@ -151,55 +155,56 @@ def told(comm: Comm, act: Callable[[], str]) -> str:
 
 
 def settings_of(comm: Comm, args: argparse.Namespace, checkpoint: Path | None) -> dict[str, dict[str, Any]]:
-    """The settings of each section: those of a checkpoint's run, over them the TOML file's, over them the flags.
-
-    Only what is set somewhere, or has a default that is not to be derived, is there.
-    """
+    """The settings of each section: defaults, over them those of a checkpoint's run, then the TOML file's, then the flags."""
     def from_files() -> dict[str, dict[str, Any]]:
         values = saved_settings(checkpoint) if checkpoint else {section: {} for section in SECTIONS}
         file = read_toml(args.config, SECTIONS) if args.config else {}
+        new = file.get("data", {}) | given["data"]
+        if "tokens" in new:                             # another source, as far as names go
+            values["data"] = {}
+        elif "text" in new:
+            values["data"].pop("tokens", None)
         return {section: values[section] | file.get(section, {}) for section in SECTIONS}
-    files = json.loads(told(comm, lambda: json.dumps(from_files())))
     given = {section: {name: value for name, value in vars(args).items() if name in SECTIONS[section]} for section in SECTIONS}
-    start = {section: {k: v for k, v in default.items() if k != "max_seq_len"} for section, default in SECTIONS.items()}
-    return {s: start[s] | checked(files[s], SECTIONS[s], s) | given[s] for s in SECTIONS}
+    files = json.loads(told(comm, lambda: json.dumps(from_files())))
+    return {s: SECTIONS[s] | checked(files[s], SECTIONS[s], s) | given[s] for s in SECTIONS}    # JSON had made lists of tuples
 
 
 def saved_settings(checkpoint: Path) -> dict[str, dict[str, Any]]:
     """Those of the run that a checkpoint is of."""
-    about = read_manifest(checkpoint)["about"]
-    kept = {"training": about.get("options"), "model": about.get("config"), "data": about.get("source"),
-            "sampling": about.get("sampling")}
-    if not all(isinstance(part, dict) for part in kept.values()):
-        raise ValueError(f"{checkpoint} does not say of which run it is: it was not saved in training")
-    kept["model"] = {name: value for name, value in kept["model"].items() if name != "vocab_size"}
+    about = read_origin(checkpoint)
+    kept = {"training": about["options"], "data": about["source"], "sampling": about["sampling"],
+            "model": {name: value for name, value in about["config"].items() if name != "vocab_size"}}
     return {section: checked(kept[section], SECTIONS[section], f"{checkpoint}: {section}") for section in SECTIONS}
 
 
-def read_data(comm: Comm, source: Source, options: Options) -> Data:
+def read_data(comm: Comm, source: Source, options: Options) -> tuple[Data, Tokenizer]:
     """The tokens on every rank: a token file is mapped by all; of a text, rank 0 tells the others (one rank's disk may not be
     another's)."""
     if source.tokens:
-        if source.text or source.tokenizer != "byte":
-            raise ValueError("the text of a file of tokens is tokenized already: --tokens goes without --text and --tokenizer")
+        if source != Source(tokens=source.tokens):
+            raise ValueError("a file of tokens has a tokenizer of its own: --tokens goes without --text, --tokenizer and "
+                             "--vocab-size")
         tokens, tokenizer = open_tokens(source.tokens)
-        return Data.split(tokens, options, tokenizer, vars(source))
-    made: list[np.ndarray] = []
-
-    def read() -> str:
-        text = read_text(source.text) if source.text else standard_library()
-        tokenizer = make_tokenizer(source.tokenizer, text, source.vocab_size)
-        made.append(tokenizer.encode(text))
-        return json.dumps(tokenizer.to_dict())
-    tokenizer = tokenizer_from(json.loads(told(comm, read)))
+        return Data.split(tokens, options, tokenizer, vars(source)), tokenizer
+    made = comm.on_first(lambda: tokenized(source))     # None on the others
+    tokenizer = tokenizer_from(json.loads(comm.gather_texts(json.dumps(made[1].to_dict()) if made else "")[0]))
     size = int(comm.broadcast(np.array([made[0].size if made else 0]))[0])
     tokens = comm.broadcast(made[0] if made else np.zeros(size, np.int64))
-    return Data.split(tokens, options, tokenizer, vars(source))
+    return Data.split(tokens, options, tokenizer, vars(source)), tokenizer
 
 
-def report(result: Result, args: argparse.Namespace, tokenizer: Tokenizer) -> None:
+def tokenized(source: Source) -> tuple[np.ndarray, Tokenizer]:
+    text = read_text(source.text) if source.text else standard_library()
+    tokenizer = make_tokenizer(source.tokenizer, text, source.vocab_size)
+    return tokenizer.encode(text), tokenizer
+
+
+def report(result: Result, args: argparse.Namespace) -> None:
     """What rank 0 prints and writes at the end."""
     e, last = result.evaluation, result.first + len(result.losses) - 1
+    log = read_log(args.out / "log.jsonl") if args.out else []
+    losses = [row["loss"] for row in log if "loss" in row] or result.losses
     if result.losses:
         print(f"loss {short(result.losses[0])} -> {short(result.losses[-1])} in steps {result.first} to {last}, "
               f"{result.tokens_per_second:,.0f} tokens/s")
@@ -210,13 +215,13 @@ def report(result: Result, args: argparse.Namespace, tokenizer: Tokenizer) -> No
             print(line)
     print(f"\n{printable(result.sample or '')}", flush=True)
     if args.out:
-        summary = {"losses": result.losses, "payload": result.payload, "sample": result.sample,
+        summary = {"losses": losses, "payload": result.payload, "sample": result.sample,
                    "tokens_per_second": result.tokens_per_second, "validation_loss": e and e.loss,
-                   "bits_per_byte": e and e.bits_per_byte, "first": result.first, "stopped": result.stopped}
-        (args.out / "summary.json").write_text(json.dumps(summary) + "\n", encoding="utf-8")
-        write_tokenizer(args.out / "tokenizer.json", tokenizer)
+                   "bits_per_byte": e and e.bits_per_byte, "stopped": result.stopped}
+        with replacing(args.out / "summary.json") as part:
+            part.write_text(json.dumps(summary) + "\n", encoding="utf-8")
     if args.plot:
-        print(draw_losses(args.out / "loss.png", curves(read_log(args.out / "log.jsonl")), "nats per token"))
+        print(draw_losses(args.out / "loss.png", curves(log), "nats per token"))
 
 
 def curves(rows: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:

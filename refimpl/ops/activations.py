@@ -25,7 +25,7 @@ def gelu_tanh(x):
     Equation:   y = ½·x·(1 + tanh u) = x·s,  s = σ(2u),  u = √(2/π)·(x + 0.044715·x³)
     Shapes:     x[...] -> y[...]
     VJP:        dx = dy·s·(1 + x·(1 - s)·2u'),  u' = √(2/π)·(1 + 3·0.044715·x²)
-    Residuals:  x   (s is computed again: as large as x, and less dear than keeping it)
+    Residuals:  x   (s is computed again: cheaper than keeping an array as large as x)
     Reference:  Hendrycks and Gimpel 2016, section 2.  HF `gelu_new`
     """
     def forward(x):

@@ -4,17 +4,17 @@ optimizer's state cut over dp)."""
 from refimpl.parallel.clip import clip, gradient_norm
 from refimpl.parallel.collectives import (all_gather, as_partial, broadcast, broadcast_from, copy_to, gather_from, reduce_from,
                                           reduce_scatter, scatter_to)
-from refimpl.parallel.cuts import Cut, Placement, Replicated, Rows, box, gather, own_box, parameter, shard
+from refimpl.parallel.cuts import Cut, Placement, Replicated, Rows, box, gather, own, own_box, parameter, shard
 from refimpl.parallel.data import Reduction, divide_by_count, reduce_gradients, total_over
 from refimpl.parallel.exchanges import all_to_all, all_to_all_rows, ring_shift
 from refimpl.parallel.linear import column_parallel_linear, row_parallel_linear
 from refimpl.parallel.replicas import check_replicas
 from refimpl.parallel.vocab import gather_vocab, vocab_parallel_cross_entropy, vocab_parallel_embedding
-from refimpl.parallel.zero import RowReduction, gather_rows, own_rows, row_table
+from refimpl.parallel.zero import RowReduction, gather_rows, row_table, take_rows
 
 __all__ = ["Cut", "Placement", "Reduction", "Replicated", "RowReduction", "Rows", "all_gather", "all_to_all",
            "all_to_all_rows", "as_partial", "box", "broadcast", "broadcast_from", "check_replicas", "clip",
            "column_parallel_linear", "copy_to", "divide_by_count", "gather", "gather_from", "gather_rows", "gather_vocab",
-           "gradient_norm", "own_box", "own_rows", "parameter", "reduce_from", "reduce_gradients", "reduce_scatter",
-           "ring_shift", "row_parallel_linear", "row_table", "scatter_to", "shard", "total_over",
+           "gradient_norm", "own", "own_box", "parameter", "reduce_from", "reduce_gradients", "reduce_scatter",
+           "ring_shift", "row_parallel_linear", "row_table", "scatter_to", "shard", "take_rows", "total_over",
            "vocab_parallel_cross_entropy", "vocab_parallel_embedding"]

@@ -11,7 +11,7 @@ import numpy as np
 from refimpl.array import xp_of
 from refimpl.autograd import Tensor, seam
 from refimpl.comm import Mesh
-from refimpl.parallel.cuts import Placement, Rows, axes, own, require_reduced
+from refimpl.parallel.cuts import Placement, Rows, cut_over, own, require_reduced
 
 
 def gradient_norm(grads: Mapping[str, Tensor], table: Mapping[str, Placement | Rows], mesh: Mesh) -> float:
@@ -25,7 +25,7 @@ def gradient_norm(grads: Mapping[str, Tensor], table: Mapping[str, Placement | R
         require_reduced(name, g)
         place = table[name]
         mine = g.array[own(place, len(g.shape), mesh)].reshape(-1).astype("float64")
-        over = mesh.wide(axes(place))
+        over = mesh.wide(cut_over(place))
         squares[over] = squares.get(over, 0.0) + float(xp_of(mine).einsum("i,i->", mine, mine))
     return math.sqrt(sum(float(mesh.comm(*over).all_reduce(np.array(s))) if over else s for over, s in squares.items()))
 

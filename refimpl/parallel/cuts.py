@@ -43,15 +43,14 @@ Placement = Replicated | Cut
 
 @dataclass(frozen=True)
 class Rows:
-    """Of the part that `of` gives a rank, this rank's share of the rows (axis 0), cut over the mesh axis `over`: how the state
-    of an optimizer lies (zero.py)."""
+    """Of the part that `of` gives a rank, the rows (axis 0) that are its share over dp: how the state of an optimizer lies
+    (zero.py)."""
     of: Placement
-    over: str = "dp"
 
-    def rows(self, n: int, mesh: Mesh) -> slice:
-        """Of a part with n rows."""
-        comm = mesh.comm(self.over)
-        return slice(*even_bounds(n, comm.size)[comm.rank])
+
+def share(n: int, comm: Comm) -> slice:
+    """This rank's share of n rows, of shares that differ by at most one."""
+    return slice(*even_bounds(n, comm.size)[comm.rank])
 
 
 def even_bounds(n: int, parts: int) -> tuple[tuple[int, int], ...]:
@@ -65,10 +64,10 @@ def overlap(placement: Placement | None) -> TypeGuard[Cut]:
     return isinstance(placement, Cut) and any(a < stop for (_, stop), (a, _) in zip(placement.bounds, placement.bounds[1:]))
 
 
-def axes(placement: Placement | Rows) -> frozenset[str]:
+def cut_over(placement: Placement | Rows) -> frozenset[str]:
     """The mesh axes over which ranks hold different elements."""
     if isinstance(placement, Rows):
-        return axes(placement.of) | {placement.over}
+        return cut_over(placement.of) | {"dp"}
     return frozenset({placement.over} if isinstance(placement, Cut) else ())
 
 
@@ -81,15 +80,15 @@ def own(placement: Placement | Rows, ndim: int, mesh: Mesh) -> tuple[slice, ...]
         start, stop = bounds[rank]
         taken = bounds[rank - 1][1] - start if rank else 0
         if isinstance(placement, Rows) and cut.axis == 0:
-            taken -= placement.rows(stop - start, mesh).start
+            taken -= share(stop - start, mesh.dp).start
         where[cut.axis] = slice(max(0, taken), None)
     return tuple(where)
 
 
 def own_box(placement: Placement | Rows, shape: tuple[int, ...], mesh: Mesh) -> tuple[slice, ...] | None:
     """The box of the global array of `shape` that is this rank's own: each element is in that of one rank of the whole mesh.
-    None on a rank whose part is that of another, too."""
-    if mesh.world.size > 1 and any(rank for axis, rank in mesh.at.items() if axis not in axes(placement)):
+    None on a rank that holds a copy: the first of the ranks with the same part owns it."""
+    if any(rank for axis, rank in mesh.at.items() if axis not in cut_over(placement)):
         return None
     where = zip(box(placement, shape, mesh), own(placement, len(shape), mesh))
     return tuple(slice(min(held.start + (mine.start or 0), held.stop), held.stop) for held, mine in where)
@@ -111,7 +110,7 @@ def box(placement: Placement | Rows, shape: tuple[int, ...], mesh: Mesh) -> tupl
     """
     if isinstance(placement, Rows):
         first, *others = box(placement.of, shape, mesh)
-        mine = placement.rows(first.stop - first.start, mesh)
+        mine = share(first.stop - first.start, mesh.dp)
         return (slice(first.start + mine.start, first.start + mine.stop), *others)
     where = [slice(0, n) for n in shape]
     if isinstance(placement, Cut):

@@ -21,11 +21,6 @@ from refimpl.parallel.cuts import even_bounds
 from refimpl.parallel.layouts import rule
 
 
-def own_rows(comm, n_rows):
-    """(start, stop): the rows of rank `comm.rank`, as Cut.even shares them out."""
-    return even_bounds(n_rows, comm.size)[comm.rank]
-
-
 def lookup_layout(args, static):
     """The same ids on all ranks, each of which has other rows: the parts add up."""
     w, ids, axes = args[0], args[1], frozenset(static["comm"].axes)
@@ -50,7 +45,7 @@ def vocab_parallel_embedding(w, ids, comm=None, n_words=0, n_rows=None):
     Error:      ValueError, on every rank, for an id that is not one of the n_words
     Reference:  Megatron VocabParallelEmbedding (which reduces, too)
     """
-    start, stop = own_rows(comm, n_words if n_rows is None else n_rows)
+    start, stop = even_bounds(n_words if n_rows is None else n_rows, comm.size)[comm.rank]
     if w.shape[:1] != (stop - start,) or w.ndim != 2:
         raise ValueError(f"vocab_parallel_embedding: w{list(w.shape)} must be [{stop - start}, D] on rank {comm.rank} of "
                          f"{comm.size}")
@@ -104,7 +99,7 @@ def vocab_parallel_cross_entropy(logits, targets, comm=None, n_words=0, n_rows=N
     Reference:  Megatron vocab_parallel_cross_entropy (whose smoothing is over the "others")
     """
     n_rows = n_words if n_rows is None else n_rows
-    start, stop = own_rows(comm, n_rows)
+    start, stop = even_bounds(n_rows, comm.size)[comm.rank]
     if logits.shape[-1:] != (stop - start,):
         raise ValueError(f"vocab_parallel_cross_entropy: logits{list(logits.shape)} must be [..., {stop - start}] on rank "
                          f"{comm.rank} of {comm.size}")

@@ -89,7 +89,7 @@ class BPETokenizer:
         """text -> int64[n].  A lone surrogate, which utf-8 cannot hold, is an error (UnicodeEncodeError)."""
         return np.fromiter((t for word in words_of(text) for t in self.encode_word(word.encode())), np.int64)
 
-    def decode(self, tokens: Iterable[int]) -> str:
+    def decode(self, tokens: np.ndarray | Sequence[int]) -> str:
         """int[n] -> text.  Bytes that are not utf-8 (a cut-off character) become U+FFFD.  Error: ValueError for no token."""
         tokens = np.asarray(tokens)
         if tokens.size and not (0 <= tokens.min() and tokens.max() < self.vocab_size):
@@ -203,12 +203,13 @@ def learn_merges(words: Mapping[Sequence[int], int], n: int, first: int = 256) -
 
 def most_frequent(heap: list[tuple[int, Pair]], counts: Mapping[Pair, int]) -> list[Pair]:
     """The pairs with the highest count, taken from the heap, in which counts that have changed since are still there."""
-    found: list[Pair] = []
-    while heap and (not found or -heap[0][0] == counts[found[0]]):
+    found: dict[Pair, None] = {}                        # in order, and each once: the heap may have a pair twice
+    highest = 0
+    while heap and (not found or -heap[0][0] == highest):
         count, pair = heapq.heappop(heap)
-        if counts.get(pair, 0) == -count > 0 and pair not in found:
-            found.append(pair)
-    return found
+        if counts.get(pair, 0) == -count > 0:
+            found[pair], highest = None, -count
+    return list(found)
 
 
 def first_place(pair: Pair, words: Iterable[int], texts: Sequence[tuple[int, ...]]) -> tuple[int, int]:

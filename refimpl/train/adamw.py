@@ -54,8 +54,8 @@ class AdamW:
 
     def __init__(self, lr: float, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1,
                  decay: Sequence[str] = ("matrices", "embeddings")) -> None:
-        if not (lr > 0 and math.isfinite(lr)):
-            raise ValueError(f"the learning rate must be a positive number, got {lr}")
+        if not 0 <= lr < math.inf:
+            raise ValueError(f"the learning rate must be finite and at least 0, got {lr}")
         if not 0 <= weight_decay < math.inf:
             raise ValueError(f"weight_decay must be finite and at least 0, got {weight_decay}")
         self.lr, self.betas, self.eps, self.weight_decay, self.decay = lr, betas, eps, weight_decay, decay
@@ -63,16 +63,22 @@ class AdamW:
         self.m: dict[str, Array] = {}
         self.v: dict[str, Array] = {}
 
+    def start(self, params: Mapping[str, Tensor]) -> None:
+        """Moments of 0 for the parameters that have none yet."""
+        for moment in (self.m, self.v):
+            moment.update({name: xp_of(p.array).zeros(p.shape, p.dtype) for name, p in params.items() if name not in moment})
+
     def step(self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The new parameters.  Error: LayoutError for a gradient that still has to be reduced."""
+        for name in params:
+            require_reduced(name, grads[name])
+        self.start(params)
         self.t += 1
         out = {}
         for name, p in params.items():
-            g = grads[name]
-            require_reduced(name, g)
-            zero = xp_of(p.array).zeros(p.shape, p.dtype)
             decay = self.weight_decay if group_of(name, len(p.shape)) in self.decay else 0.0
-            new, self.m[name], self.v[name] = adamw(p.array, g.array, self.m.get(name, zero), self.v.get(name, zero), t=self.t,
-                                                    lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=decay)
-            out[name] = Tensor(new, p.layout, None, name, p.cut, p.shared)
+            new, self.m[name], self.v[name] = adamw(
+                p.array, grads[name].array, self.m[name], self.v[name], t=self.t, lr=self.lr, betas=self.betas, eps=self.eps,
+                weight_decay=decay)
+            out[name] = p.like(new)
         return out

@@ -27,7 +27,7 @@ from refimpl.comm import Comm
 
 MAX_MANIFEST = 10_000_000                               # bytes
 NAME = "step-" + "[0-9]" * 8
-Box = tuple[slice, ...]                                 # a part of a global array: (start, stop) along every axis
+Box = tuple[slice, ...]                                 # a part of a global array: one slice for each axis
 T = TypeVar("T")
 
 
@@ -169,22 +169,24 @@ def complete_ones(folder: Path) -> list[Path]:
     return sorted(manifest.parent for manifest in folder.glob(NAME + "/manifest.json"))
 
 
-def load(path: Path, wanted: Mapping[str, Wanted], comm: Comm) -> dict[str, np.ndarray]:
-    """All ranks load, together, the boxes that each wants.  Shapes: `wanted[name].box` of the global array -> out[name].
+def load(path: Path, wanted: Mapping[str, Wanted], comm: Comm) -> tuple[int, dict[str, np.ndarray]]:
+    """All ranks load, together, the boxes that each wants -> the step, and out[name] of the shape of `wanted[name].box`.
 
     The ranks may be others, with other boxes, than those that saved.
     Errors: CheckpointError, the same on every rank, for a checkpoint that is incomplete or damaged, a wanted tensor that it
     lacks or has in another shape or dtype, and a tensor in it that no rank wants.
     """
     comm.agree(f"the loading of {path.name}")
-    entries = together(comm, path, lambda: read_manifest(path)["files"])
+    manifest = together(comm, path, lambda: read_manifest(path))
+    entries = manifest["files"]
     together(comm, path, lambda: check_files(path, entries[comm.rank::comm.size]))
     pieces = together(comm, path, lambda: read_pieces([path / entry["name"] for entry in entries]))
     ignored = [set(json.loads(text)) for text in comm.gather_texts(json.dumps(sorted(pieces.keys() - wanted.keys())))]
     if unwanted := set.intersection(*ignored):
         raise CheckpointError(f"{path} has a tensor {min(unwanted)!r} that nobody wants: it is of another model or optimizer")
-    return together(comm, path, lambda: {name: assemble(f"{path}: tensor {name!r}", pieces.get(name, []), w)
-                                         for name, w in wanted.items()})
+    arrays = together(comm, path, lambda: {name: assemble(f"{path}: tensor {name!r}", pieces.get(name, []), w)
+                                           for name, w in wanted.items()})
+    return manifest["step"], arrays
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

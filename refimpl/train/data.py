@@ -2,6 +2,7 @@
 the same on every mesh and needs no state: who goes on at step k sees what he would have seen."""
 import zlib
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Iterator, Mapping
 
 import numpy as np
@@ -28,13 +29,14 @@ class Data:
     @classmethod
     def split(cls, tokens: np.ndarray, options: Options, tokenizer: Tokenizer | None = None,
               source: Mapping[str, Any] | None = None) -> "Data":
-        """The last share of the tokens to judge by, a sample at least, the others to learn from; of less than two samples,
-        nothing."""
+        """The last `validation` of the tokens, at least one sample, to judge by; the others to learn from.  A text of less than
+        two samples has no validation part."""
         total, sample = len(tokens), options.seq_len + 1
         wanted = max(int(options.validation * total), sample) if options.validation and total >= 2 * sample else 0
         n = total - min(wanted, total - sample)
         return cls(tokens[:n], tokens[n:], tokenizer, source or {})
 
+    @cached_property
     def fingerprint(self) -> dict[str, int]:
         """What tells one corpus from another, the same for int64 in memory and uint16 in a file."""
         crc = 0

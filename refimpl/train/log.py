@@ -1,4 +1,5 @@
 """What a run says while it trains: log.jsonl for programs, a bar or lines for people."""
+import fcntl
 import json
 import math
 import os
@@ -17,7 +18,7 @@ class Log:
     """JSON lines in FOLDER/log.jsonl: the run first, then what happened; without a folder, nothing.
 
     A run that goes on after step `after` keeps the lines up to there and drops what came later, a line cut off in the middle
-    included.  Error: ValueError where the folder cannot be written to
+    included.  Error: ValueError where the folder cannot be written to, or another run is writing to it
     """
 
     def __init__(self, folder: Path | None, run: dict[str, Any], after: int = 0) -> None:
@@ -26,13 +27,17 @@ class Log:
             path, kept = folder / "log.jsonl", [json.dumps(run)]
             try:
                 folder.mkdir(parents=True, exist_ok=True)
+                self.lock = os.open(folder, os.O_RDONLY)
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)   # gone with the process, however that ends
                 if after and path.exists():
                     kept = [line for line in path.read_text(encoding="utf-8").splitlines() if step_of(line) <= after] + kept
                 with replacing(path) as part:
                     part.write_text("\n".join(kept) + "\n", encoding="utf-8")
                 self.file = open(path, "a", encoding="utf-8")
+            except BlockingIOError:
+                raise ValueError(f"another run is writing to {folder}: choose another folder") from None
             except OSError as error:
-                raise ValueError(f"the results cannot be written to {folder}: {error.strerror}") from None
+                raise ValueError(f"the results cannot be written to {folder}: {error.strerror or error}") from None
 
     def write(self, **row: Any) -> None:
         """Error: ValueError where the line cannot be written."""
@@ -41,12 +46,14 @@ class Log:
                 self.file.write(json.dumps(row) + "\n")
                 self.file.flush()
             except OSError as error:
-                raise ValueError(f"{self.file.name} cannot be written: {error.strerror}") from None
+                raise ValueError(f"{self.file.name} cannot be written: {error.strerror or error}") from None
 
     def close(self) -> None:
         if self.file:
             with suppress(OSError):                     # what could not be written has been said
                 self.file.close()
+            os.close(self.lock)
+            self.file = None
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -82,7 +89,7 @@ class Progress:
         if self.bar:
             self.bar.set_postfix_str(f"loss {short(loss)}, {tokens_per_second:,.0f} tokens/s", refresh=False)
             self.bar.update()
-        elif self.show and (step == self.steps or step % math.ceil(self.steps / LINES) == 0):
+        elif self.show and (step in (self.first + 1, self.steps) or step % math.ceil(self.steps / LINES) == 0):
             left = (time.perf_counter() - self.start) / (step - self.first) * (self.steps - step)
             self.say(f"step {step}/{self.steps}  loss {short(loss)}  {tokens_per_second:,.0f} tokens/s  {clock(left)} left")
 

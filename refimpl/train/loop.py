@@ -1,48 +1,33 @@
 """The training loop: steps, evaluations, samples, checkpoints, and what a comparison with another run needs."""
 import math
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Iterator, Mapping
 
 import numpy as np
 
 from refimpl import tensorfile
 from refimpl.array import device_module, to_host
 from refimpl.autograd import Round, Tensor, bfloat16
-from refimpl.comm import Ledger, Mesh, local_rank
+from refimpl.comm import Mesh, local_rank
 from refimpl.files import replacing
 from refimpl.generate import sample
 from refimpl.models import Config, init
 from refimpl.parallel import Reduction, RowReduction, check_replicas, clip, gather, gather_rows, gradient_norm
-from refimpl.text import Tokenizer
+from refimpl.text import Tokenizer, write_tokenizer
 from refimpl.train.adamw import AdamW
-from refimpl.train.checkpoint import latest, read_manifest
+from refimpl.train.checkpoint import complete_ones, latest
 from refimpl.train.data import Data, Sampler
-from refimpl.train.evaluate import Evaluation, evaluate
-from refimpl.train.log import Log, Progress, printable
+from refimpl.train.evaluate import evaluate
+from refimpl.train.log import Log, Progress
 from refimpl.train.options import Options
+from refimpl.train.origin import describe, require_same
+from refimpl.train.report import Report, Result
 from refimpl.train.schedule import learning_rate
 from refimpl.train.state import State
 from refimpl.train.step import gradients
-
-MUST_STAY = ("seed", "batch_size", "seq_len", "dtype")  # what a run that goes on cannot change: its samples, its numbers
-
-
-@dataclass
-class Result:
-    """params are this rank's parts, the losses those of the steps from number `first` on; `payload` is what travelled in the
-    last step; `stopped` says why the run ended early; the others are None where nobody asked."""
-    params: dict[str, Tensor]
-    first: int
-    losses: list[float]
-    payload: dict[str, int]
-    tokens_per_second: float
-    evaluation: Evaluation | None = None
-    sample: str | None = None
-    stopped: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,8 +45,8 @@ class Sampling:
 class Trainer:
     """A run from the hash's initial weights, or from a checkpoint (`resume`): `Trainer(...).run()`.
 
-    With `out`, rank 0 writes log.jsonl and, for comparisons, the gradient of the first and last step and the final parameters,
-    gathered, as safetensors; all ranks write checkpoints, to out/checkpoints.
+    With `out`, rank 0 writes log.jsonl and, for comparisons, the gradient of the first and last step, before it is clipped, and
+    the final parameters, gathered, as safetensors; all ranks write checkpoints, to out/checkpoints.
     Errors, on every rank: ArithmeticError where the loss is no longer finite, which names the step, and where ranks have come
     to hold different copies of a parameter; ValueError where rank 0 cannot write to `out`, before the first step, for a mesh
     that training cannot use, and for a text that is too short.
@@ -72,175 +57,123 @@ class Trainer:
         if mesh.cp.size > 1:
             raise ValueError(f"training does not cut the sequence yet, so the ranks of cp={mesh.cp.size} would all do the "
                              "same: use dp and tp")
-        self.data, self.cfg, self.options, self.mesh, self.out = data, cfg, options, mesh, out
-        self.sampling = sampling
-        if sampling:
-            self.prompt_tokens(sampling)                # or said now
+        self.data, self.cfg, self.options, self.mesh, self.out, self.sampling = data, cfg, options, mesh, out, sampling
         self.sampler = Sampler(data.train, options.seq_len, options.seed)
         if len(data.validation):
             Sampler(data.validation, options.seq_len, options.seed, "validation")       # long enough, or said now
+        elif options.patience:
+            raise ValueError("patience needs something to evaluate on: the text must have two samples of seq_len + 1 tokens")
+        if sampling:
+            self.prompt(sampling)                       # there is one, or said now
         self.xp = device_module(options.device, local_rank(mesh.world))
         optimizer = AdamW(options.lr, (options.beta1, options.beta2), weight_decay=options.weight_decay, decay=options.decay)
         self.state = State(cfg, mesh, init(cfg, mesh, options.seed, options.array_dtype, self.xp), optimizer, options.zero)
         self.best, self.waited = math.inf, 0            # the best validation loss, and how many were not better since
         self.checkpoints = out / "checkpoints" if out else Path()
 
-    def resume(self, path: Path) -> None:
-        """Go on from a checkpoint of the same model and data, saved on any mesh.  Error: ValueError, the same on every rank."""
-        best, waited = self.mesh.world.on_first(lambda: self.require_own(path)) or (0.0, 0)
-        best, waited = self.mesh.world.broadcast(np.array([best, waited])).tolist()
-        self.best, self.waited = best, int(waited)
-        self.state.load(path, self.xp)
-
-    def require_own(self, path: Path) -> tuple[float, int]:
-        """A checkpoint's best validation loss, and the evaluations since.  Error: ValueError unless it is of this run."""
-        about, mine = read_manifest(path)["about"], self.about()
-        best, waited = about.get("best"), about.get("waited")
-        parts = {part: about.get(part) for part in ("config", "options", "data")}
-        if not all(isinstance(saved, dict) for saved in parts.values()) or type(waited) is not int or waited < 0 \
-                or not (best is None or type(best) in (int, float)):
-            raise ValueError(f"{path} does not say of which run it is: it was not saved in training")
-        for part, saved in parts.items():
-            for name in MUST_STAY if part == "options" else mine[part]:
-                if saved.get(name) != mine[part][name]:
-                    raise ValueError(f"{path} is of another run: {name} of its {part} is {saved.get(name)}, here it is "
-                                     f"{mine[part][name]}")
-        last = latest(self.checkpoints)
-        if last and not last.samefile(path):
-            raise ValueError(f"{self.out} has checkpoints of its own, the last is {last.name}: go on from there, or choose "
-                             "another folder")
-        return math.inf if best is None else best, waited
-
-    def about(self) -> dict[str, Any]:
-        """What a checkpoint says about its run (rank 0 writes it)."""
-        return {"config": self.cfg.to_dict(), "options": asdict(self.options), "mesh": str(self.mesh),
-                "data": self.fingerprint, "source": dict(self.data.source),
-                "sampling": asdict(self.sampling) if self.sampling else {},
-                "best": self.best if math.isfinite(self.best) else None, "waited": self.waited}
-
-    @cached_property
-    def fingerprint(self) -> dict[str, int]:
-        return self.data.fingerprint()
-
     def run(self, bar: bool = False) -> Result:
-        """Train to the last step, or until `patience` is at its end, and write what there is then."""
+        """Train to the last step, or until `patience` has run out, and write what there is then."""
         o, first = self.options, self.state.optimizer.t
         if first > o.steps:
             raise ValueError(f"the checkpoint is of step {first}, and the run has {o.steps} steps: there is nothing to do")
-        self.log = self.mesh.world.on_first(lambda: self.new_log(first)) or Log(None, {})
-        self.progress = Progress(o.steps, first, bar and self.mesh.world.rank == 0)
-        self.result = Result({}, first + 1, [], {}, 0.0)
-        seconds, grads = 0.0, None
+        grads, ended = None, first == o.steps or self.out_of_patience()
+        self.report = Report(self.mesh.world, (lambda: self.new_log(first)) if self.out and not ended else None,
+                             Progress(o.steps, first, bar and self.mesh.world.rank == 0), first + 1, o.batch_size * o.seq_len)
         try:
-            for step in range(first, o.steps):
+            for step in range(first, first if ended else o.steps):
                 start = time.perf_counter()
                 grads, row = self.step(step)
-                elapsed = time.perf_counter() - start
-                seconds += elapsed
-                self.report(step, row, elapsed)
+                self.report.step(step + 1, row, time.perf_counter() - start, self.mesh.ledger.by_axes())
                 if self.out and not step:
-                    self.write("grads_first", grads)
-                if self.after(step, step == o.steps - 1):
+                    self.write("grads_first", self.whole_rows(grads))
+                stop = step == o.steps - 1
+                if len(self.data.validation) and (stop or due(o.eval_every, step)):
+                    stop = self.judge(step, stop)
+                if self.sampling and (stop or due(o.sample_every, step)):
+                    self.draw_sample(step, self.sampling, stop)
+                if self.out and o.save_every and (stop or due(o.save_every, step)):
+                    self.save()
+                if stop:
                     break
-            if grads is None:                           # it had ended, but not told
-                self.after(o.steps - 1, True, save=False)
+            if ended:
+                self.tell_again(first - 1)
             if self.out and grads:
-                self.write("grads_last", grads)
+                self.write("grads_last", self.whole_rows(grads))
             if self.out:
                 self.write("params", self.state.params)
         finally:
-            self.log.close()
-            self.progress.close()
-        self.result.params = self.state.params
-        self.result.tokens_per_second = len(self.result.losses) * o.batch_size * o.seq_len / max(seconds, 1e-9)
-        return self.result
-
-    def after(self, step: int, last: bool, save: bool = True) -> bool:
-        """What is due after a step, all of it after the last -> whether that was the last."""
-        o = self.options
-        if len(self.data.validation) and (last or due(o.eval_every, step)):
-            last = self.judge(step, last)
-        if self.sampling and (last or due(o.sample_every, step)):
-            self.show_sample(step, self.sampling, last)
-        if self.out and save and o.save_every and (last or due(o.save_every, step)):
-            self.save()
-        return last
+            self.report.close()
+        self.report.result.params = self.state.params
+        return self.report.result
 
     def new_log(self, first: int) -> Log:
-        if self.out and not first and (old := latest(self.checkpoints)):
+        if not first and (old := latest(self.checkpoints)):
             raise ValueError(f"{self.out} has checkpoints, the last is {old.name}: resume from there, or choose another folder")
-        return Log(self.out, {"config": self.cfg.to_dict(), "options": asdict(self.options), "mesh": str(self.mesh)}, first)
+        log = Log(self.out, {"config": self.cfg.to_dict(), "options": asdict(self.options), "mesh": str(self.mesh)}, first)
+        if self.out and self.data.tokenizer:
+            write_tokenizer(self.out / "tokenizer.json", self.data.tokenizer)
+        return log
 
     def step(self, step: int) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Step 0, 1, ...: the gradient and what is to be logged."""
+        """Step 0, 1, ...: the gradient, before it is clipped, and what is to be logged.  The ledger holds this step alone."""
         o, state, mesh = self.options, self.state, self.mesh
         if o.check_replicas and step % o.check_replicas == 0:
             check_replicas(state.params, state.placements, mesh)
         mesh.ledger.clear()
         batches = self.sampler.step(step, o.batch_size, o.accumulate, mesh)
-        with self.precision(), np.errstate(over="ignore", invalid="ignore"):     # what is lost is said below
-            g = gradients(self.weights(), batches, self.cfg, mesh, o.seed, step, RowReduction if o.zero else Reduction)
+        with self.computing() as weights:
+            g = gradients(weights, batches, self.cfg, mesh, o.seed, step, RowReduction if o.zero else Reduction)
         row, grads = {"loss": g.loss}, g.grads
-        self.require_finite("loss", g.loss, step)
+        self.require_number("loss", g.loss, step)
         if o.clip:
             row["norm"] = norm = gradient_norm(grads, state.optimizer_table, mesh)
-            self.require_finite("gradient's norm", norm, step)
+            self.require_number("gradient's norm", norm, step)
             grads = clip(grads, norm, o.clip)
         row["lr"] = state.optimizer.lr = learning_rate(step, o.steps, o.lr, o.schedule, o.warmup, o.floor)
         state.update(grads)
         return g.grads, row
 
-    def require_finite(self, what: str, value: float, step: int) -> None:
+    @contextmanager
+    def computing(self) -> Iterator[dict[str, Tensor]]:
+        """The weights that the model computes with; for bfloat16 the rounded masters, and what ops give is rounded, too."""
+        rounded = self.options.dtype == "bfloat16"
+        with Round() if rounded else nullcontext(), np.errstate(all="ignore"):      # a number that is lost is said in words
+            yield {n: t.like(bfloat16(t.array)) for n, t in self.state.params.items()} if rounded else self.state.params
+
+    def require_number(self, what: str, value: float, step: int) -> None:
+        """Error: ArithmeticError, which names the last checkpoint whose parameters still gave a loss."""
         if not math.isfinite(value):
-            saved = latest(self.checkpoints) if self.out else None
+            good = [c for c in complete_ones(self.checkpoints) if c.name < f"step-{step:08d}"] if self.out else []
             raise ArithmeticError(f"the {what} is {value} at step {step + 1}: try a smaller learning rate than "
-                                  f"{self.options.lr}" + (f"; the last checkpoint is {saved}" if saved else ""))
+                                  f"{self.options.lr}" + (f"; the last good checkpoint is {good[-1]}" if good else ""))
 
-    def precision(self) -> Any:
-        return Round() if self.options.dtype == "bfloat16" else nullcontext()
+    def judge(self, step: int, stop: bool) -> bool:
+        """Evaluate -> whether this step is the last, because it is or because `patience` has run out."""
+        with self.computing() as weights:
+            e = evaluate(weights, self.data, self.cfg, self.mesh, self.options)
+        self.require_number("validation loss", e.loss, step)
+        if due(self.options.eval_every, step):          # one that is due at the end of the run only does not count
+            self.best, self.waited = min(e.loss, self.best), 0 if e.loss < self.best else self.waited + 1
+        early = not stop and self.out_of_patience()
+        self.report.evaluation(step + 1, e, stop or early)
+        if early:
+            self.tell_why(step)
+        return stop or early
 
-    def weights(self) -> dict[str, Tensor]:
-        """What the model computes with: the parameters, which for bfloat16 are the masters of rounded ones."""
-        params = self.state.params
-        if self.options.dtype != "bfloat16":
-            return params
-        return {name: Tensor(bfloat16(t.array), t.layout, None, name, t.cut, t.shared) for name, t in params.items()}
+    def out_of_patience(self) -> bool:
+        return 0 < self.options.patience <= self.waited
 
-    def report(self, step: int, row: dict[str, float], seconds: float) -> None:
-        speed = self.options.batch_size * self.options.seq_len / seconds
-        self.result.losses.append(row["loss"])
-        self.result.payload = payload_by_axis(self.mesh.ledger)
-        self.write_log(step=step + 1, **row, seconds=round(seconds, 6), tokens_per_second=round(speed, 1))
-        self.progress.step(step + 1, row["loss"], speed)
+    def tell_why(self, step: int) -> None:
+        self.report.stop(step + 1, f"stopped at step {step + 1} of {self.options.steps}: the best validation loss is still "
+                                   f"{self.best:.4f} (patience {self.options.patience})")
 
-    def judge(self, step: int, last: bool) -> bool:
-        """Evaluate, and say whether this step is the last, since `patience` is at its end or anyway."""
-        o = self.options
-        with self.precision():
-            e = evaluate(self.weights(), self.data, self.cfg, self.mesh, o)
-        self.require_finite("validation loss", e.loss, step)
-        self.result.evaluation = e
-        self.best, self.waited = min(e.loss, self.best), 0 if e.loss < self.best else self.waited + 1
-        self.write_log(step=step + 1, validation_loss=e.loss, bits_per_byte=e.bits_per_byte)
-        if o.patience and self.waited >= o.patience and not last:
-            self.result.stopped = (f"stopped at step {step + 1} of {o.steps}: the best validation loss is still "
-                                   f"{self.best:.4f} (patience {o.patience})")
-            self.write_log(step=step + 1, stopped=self.result.stopped)
-            return True
-        if not last:
-            self.progress.say(f"step {step + 1}: {e}")
-        return last
+    def draw_sample(self, step: int, how: Sampling, last: bool) -> None:
+        tokens, tokenizer = self.prompt(how)
+        with self.computing() as weights:
+            tokens = sample(weights, tokens, how.sample, self.cfg, self.mesh, how.temperature, self.options.seed)
+        self.report.sample(step + 1, tokenizer.decode(tokens), last)
 
-    def show_sample(self, step: int, how: Sampling, last: bool) -> None:
-        tokens, tokenizer = self.prompt_tokens(how)
-        with self.precision():
-            tokens = sample(self.weights(), tokens, how.sample, self.cfg, self.mesh, how.temperature, self.options.seed)
-        self.result.sample = tokenizer.decode(tokens)
-        self.write_log(step=step + 1, sample=self.result.sample)
-        if not last:
-            self.progress.say(f"step {step + 1}: {printable(self.result.sample)}")
-
-    def prompt_tokens(self, how: Sampling) -> tuple[np.ndarray, Tokenizer]:
+    def prompt(self, how: Sampling) -> tuple[np.ndarray, Tokenizer]:
         """The prompt as tokens.  Error: ValueError for one that has none."""
         tokenizer = self.data.tokenizer
         try:
@@ -251,26 +184,52 @@ class Trainer:
             raise ValueError("a sample needs a prompt of one token at least, and a tokenizer")
         return tokens, tokenizer
 
+    def tell_again(self, step: int) -> None:
+        """Of a run that had ended: its evaluation, why it stopped, and a sample."""
+        if len(self.data.validation):
+            with self.computing() as weights:
+                self.report.evaluation(step + 1, evaluate(weights, self.data, self.cfg, self.mesh, self.options), True)
+        if self.out_of_patience() and step < self.options.steps - 1:
+            self.tell_why(step)
+        if self.sampling:
+            self.draw_sample(step, self.sampling, True)
+
     def save(self) -> Path:
         """A checkpoint of where the run is.  Errors: CheckpointError, ArithmeticError for a parameter that is not finite."""
         about = self.about() if self.mesh.world.rank == 0 else {}
         return self.state.save(self.checkpoints, about, self.options.keep, self.options.merged)
 
+    def about(self) -> dict[str, Any]:
+        """What a checkpoint says about its run (rank 0 writes it)."""
+        return describe(self.cfg, self.options, self.mesh, self.data, self.sampling, self.best, self.waited)
+
+    def resume(self, path: Path) -> None:
+        """Go on from a checkpoint of the same model and data, saved on any mesh.  Error: ValueError, the same on every rank."""
+        best, waited = self.mesh.world.on_first(lambda: self.require_own(path)) or (0.0, 0)
+        best, waited = self.mesh.world.broadcast(np.array([best, waited])).tolist()
+        self.best, self.waited = best, int(waited)
+        self.state.load(path, self.xp)
+
+    def require_own(self, path: Path) -> tuple[float, int]:
+        """As `require_same`.  Error: ValueError also where `out` has another checkpoint, beside which new ones would come."""
+        numbers, last = require_same(path, self.about()), latest(self.checkpoints)
+        if last and not last.samefile(path):
+            raise ValueError(f"{self.out} has checkpoints of its own, the last is {last.name}: go on from there, or choose "
+                             "another folder")
+        return numbers
+
+    def whole_rows(self, grads: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Gradients of all rows, also with ZeRO."""
+        return gather_rows(grads, self.state.params, self.mesh) if self.options.zero else grads
+
     def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """The global arrays of `tensors` as out/NAME.safetensors.  Error: ValueError, the same on every rank."""
-        if self.options.zero and name != "params":
-            tensors = gather_rows(tensors, self.state.params, self.mesh)
         whole = gather(tensors, self.state.placements, self.mesh)
 
         def to_file() -> None:
             with replacing((self.out or Path()) / f"{name}.safetensors") as part:
                 tensorfile.write(part, {name: to_host(a) for name, a in whole.items()})
         self.mesh.world.on_first(to_file)
-
-    def write_log(self, **row: Any) -> None:
-        """A line of the log.  Error: ValueError, the same on every rank."""
-        if self.out:
-            self.mesh.world.on_first(lambda: self.log.write(**row))
 
 
 def due(every: int, step: int) -> bool:
@@ -281,9 +240,3 @@ def due(every: int, step: int) -> bool:
 def train(data: Data, cfg: Config, options: Options, mesh: Mesh, out: Path | None = None, bar: bool = False) -> Result:
     """A run from the beginning to the end."""
     return Trainer(data, cfg, options, mesh, out).run(bar)
-
-
-def payload_by_axis(ledger: Ledger) -> dict[str, int]:
-    """Elements by mesh axis."""
-    axes = sorted({key.axes for key, _ in ledger.rows()})
-    return {axis: ledger.total(axis).elements for axis in axes}

@@ -12,7 +12,10 @@ DTYPES = (*map(str, FLOATS), "bfloat16")
 @dataclass(frozen=True)
 class Options:
     """
+    steps           training steps
     batch_size      samples of a step over all ranks and micro-batches
+    seq_len         tokens of a sample
+    accumulate      micro-batches of a step
     lr              the learning rate; schedule, warmup and floor: see schedule.py; beta1, beta2, weight_decay: see adamw.py
     decay           the groups of parameters that weight_decay applies to
     clip            the largest norm of a gradient, of all parameters together; 0: any
@@ -24,7 +27,9 @@ class Options:
     sample_every    steps between two samples; 0: after the last step only
     save_every      steps between two checkpoints, of which the last `keep` stay (0: all); one more after the last step; 0: none
     merged          rank 0 writes the whole checkpoint, instead of each rank its part
-    check_replicas  before the first of so many steps, ranks compare what they hold in common; 0: never
+    seed            of the initial weights, the samples and dropout
+    device          numpy, or cupy: one GPU per local rank
+    check_replicas  steps between two checks that ranks hold the same copies of parameters; 0: never
     """
     steps: int = 60
     batch_size: int = 8

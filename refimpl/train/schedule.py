@@ -13,6 +13,8 @@ def learning_rate(step: int, steps: int, lr: float, schedule: str = "constant", 
     >>> [learning_rate(step, 7, 1.0, "cosine", warmup=2) for step in range(7)]
     [0.5, 1.0, 1.0, 0.8535533905932737, 0.5, 0.14644660940672627, 0.0]
     """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if step < warmup:
         return lr * (step + 1) / warmup
     if schedule == "constant":

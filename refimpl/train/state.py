@@ -17,9 +17,9 @@ from refimpl.array import Array, to_host
 from refimpl.autograd import Tensor
 from refimpl.comm import Mesh
 from refimpl.models import Config, parameters
-from refimpl.parallel import box, gather, gather_rows, own_box, own_rows, parameter, row_table
+from refimpl.parallel import box, gather, gather_rows, own, own_box, parameter, row_table, take_rows
 from refimpl.train.adamw import AdamW
-from refimpl.train.checkpoint import Piece, Wanted, load, read_manifest, save
+from refimpl.train.checkpoint import Piece, Wanted, load, save
 
 
 @dataclass
@@ -36,6 +36,7 @@ class State:
         self.shapes = {name: row.shape for name, row in rows.items()}
         self.placements = {name: row.placement for name, row in rows.items()}
         self.optimizer_table: Mapping[str, Any] = row_table(self.placements) if self.zero else self.placements
+        self.optimizer.start(take_rows(self.params, self.mesh) if self.zero else self.params)
 
     def save(self, folder: Path, about: dict[str, Any], keep: int = 2, merged: bool = False) -> Path:
         """A checkpoint of the optimizer's step.  `merged`: rank 0 writes all of it.
@@ -51,11 +52,10 @@ class State:
         pieces = {}
         for kind, arrays, table in self.kinds():
             for name, a in arrays.items():
-                held = box(table[name], self.shapes[name], self.mesh)
-                mine = own_box(table[name], self.shapes[name], self.mesh)
-                if mine and all(s.stop > s.start for s in mine):
-                    part = a[tuple(slice(m.start - h.start, m.stop - h.start) for m, h in zip(mine, held))]
-                    pieces[f"{kind}/{name}"] = Piece(to_host(part), tuple(s.start for s in mine), self.shapes[name])
+                where = own_box(table[name], self.shapes[name], self.mesh)
+                if where and all(s.stop > s.start for s in where):
+                    mine = to_host(a[own(table[name], a.ndim, self.mesh)])
+                    pieces[f"{kind}/{name}"] = Piece(mine, tuple(s.start for s in where), self.shapes[name])
         return pieces
 
     def whole(self) -> dict[str, Piece]:
@@ -77,7 +77,7 @@ class State:
     def update(self, grads: Mapping[str, Tensor]) -> None:
         """A step of the optimizer.  With `zero`, the gradients are those of this rank's rows."""
         if self.zero:
-            rows = self.optimizer.step(own_rows(self.params, self.mesh), grads)
+            rows = self.optimizer.step(take_rows(self.params, self.mesh), grads)
             self.params = gather_rows(rows, self.params, self.mesh)
         else:
             self.params = self.optimizer.step(self.params, grads)
@@ -87,11 +87,11 @@ class State:
         dtype = next(iter(self.params.values())).dtype
         wanted = {f"{kind}/{name}": Wanted(self.shapes[name], box(table[name], self.shapes[name], self.mesh), dtype)
                   for kind, _, table in self.kinds() for name in self.params}
-        loaded = {name: xp.asarray(a) for name, a in load(path, wanted, self.mesh.world).items()}
+        self.optimizer.t, arrays = load(path, wanted, self.mesh.world)
+        loaded = {name: xp.asarray(a) for name, a in arrays.items()}
         for name, p in self.params.items():
             self.params[name] = parameter(name, loaded[f"params/{name}"], self.placements[name])
             self.optimizer.m[name], self.optimizer.v[name] = loaded[f"m/{name}"], loaded[f"v/{name}"]
-        self.optimizer.t = read_manifest(path)["step"]
 
     def require_finite(self) -> None:
         """Error: ArithmeticError, the same on every rank, which names an array that is not."""

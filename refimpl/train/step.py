@@ -25,7 +25,8 @@ def gradients(params: Mapping[str, Tensor], batches: Iterable[Batch], cfg: Confi
               step: int | None = None, reduction: type[Reduction] = Reduction) -> Gradients:
     """Loss and gradient of a whole batch, equal on every mesh.  `step` None: without dropout.
 
-    Gradients are summed over ranks while the last micro-batch's backward pass goes on; `RowReduction` gives a rank its rows.
+    `Reduction` sums gradients over ranks while the last micro-batch's backward pass goes on; `RowReduction` gives a rank its
+    rows of the sums.
     """
     total = count = 0.0
     table, grads, micro_batches = placements(cfg, mesh), dict[str, Tensor](), list(batches)

@@ -66,7 +66,7 @@ def test_a_mesh_of_another_size_is_the_same_sentence_on_every_rank(ranks):
         with pytest.raises(ValueError) as caught:
             Mesh(dp=3, tp=7, comm=comm)
         assert str(caught.value) == ("the mesh dp=3,tp=7 needs 21 ranks (dp * cp * tp, each at least 1), "
-                                     f"there are {comm.size}")
+                                     f"there {'is' if comm.size == 1 else 'are'} {comm.size}")
         assert len(set(comm.gather_texts(str(caught.value)))) == 1
     ranks.run(check)
 
@@ -74,7 +74,7 @@ def test_a_mesh_of_another_size_is_the_same_sentence_on_every_rank(ranks):
 def test_sizes_below_one_are_refused():
     with pytest.raises(ValueError, match="the mesh dp=0 needs 0 ranks"):
         Mesh(dp=0)
-    with pytest.raises(ValueError, match="the mesh dp=-1,tp=-1 needs 1 ranks"):
+    with pytest.raises(ValueError, match="the mesh dp=-1,tp=-1 needs 1 rank "):
         Mesh(dp=-1, tp=-1)
 
 

@@ -188,12 +188,12 @@ def test_flags_go_before_the_file_the_file_before_the_checkpoint_the_checkpoint_
 def test_without_a_file_and_flags_there_are_the_defaults():
     found = settings()
     assert Options(**found["training"]) == Options() and Sampling(**found["sampling"]) == Sampling()
-    assert "max_seq_len" not in found["model"]          # it is seq_len, unless somebody says otherwise
-    assert Config(vocab_size=256, max_seq_len=64, **found["model"]) == train.SMALL
+    assert found["model"]["max_seq_len"] == 0           # seq_len, unless somebody says otherwise
+    assert Config(vocab_size=256, **found["model"] | {"max_seq_len": 64}) == train.SMALL
 
 
 def test_the_longest_context_is_seq_len_unless_it_is_set_anywhere(toml):
-    assert settings("--seq-len", "128")["model"].get("max_seq_len") is None
+    assert settings("--seq-len", "128")["model"]["max_seq_len"] == 0
     assert settings("--max-seq-len", "256")["model"]["max_seq_len"] == 256
     assert settings("--config", str(toml("[model]\nmax_seq_len = 99")))["model"]["max_seq_len"] == 99
 
@@ -237,7 +237,7 @@ def test_every_flag_is_in_the_help_with_its_text_and_its_default(shown):
                 ",".join(value) if isinstance(value, tuple) else str(value).strip()
             flag = "--" + name.replace("_", "-")
             metavar = r", --no-\S+" if isinstance(value, bool) else r" \S+"
-            end = rf" \(default: {re.escape(default)} ?\)" if default and "(default:" not in text else ""
+            end = rf" \(default: {re.escape(default)} ?\)" if default else ""
             assert re.search(rf"(^| ){flag}{metavar} {re.escape(text)}{end}", flat), name
 
 

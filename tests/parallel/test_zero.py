@@ -17,8 +17,8 @@ from refimpl.array import owner, to_host
 from refimpl.autograd import Layout, Tensor
 from refimpl.comm import Comm, Mesh, run_threads, shares
 from refimpl.models import Config, init, parameters
-from refimpl.parallel import (Cut, Reduction, Replicated, RowReduction, Rows, box, gather_rows, own_rows, reduce_gradients,
-                              row_table, shard)
+from refimpl.parallel import (Cut, Reduction, Replicated, RowReduction, Rows, box, gather_rows, reduce_gradients, row_table,
+                              shard, take_rows)
 from refimpl.parallel.cuts import overlap
 from refimpl.train import AdamW, Batch, Data, Options, State, Trainer, gradients
 
@@ -97,7 +97,7 @@ def test_rows_are_gathered_to_what_they_were_cut_from(ranks):
     def check(mesh: Mesh):
         tensors = {n: np.arange(3.0 * n).reshape(n, 3) for n in (0, 1, 5, 13)}
         params = shard({str(n): a for n, a in tensors.items()}, {str(n): Replicated() for n in tensors}, mesh)
-        rows = own_rows(params, mesh)
+        rows = take_rows(params, mesh)
         back = gather_rows(rows, params, mesh)
         for n, a in tensors.items():
             mine = rows[str(n)]
@@ -110,7 +110,7 @@ def test_rows_are_gathered_to_what_they_were_cut_from(ranks):
 def test_what_is_gathered_knows_its_cut_and_who_shares_it(ranks):
     def check(mesh: Mesh):
         params = shard({"kv.b": np.arange(mesh.tp.size + 1.0), "up.w": np.ones((3, 7))}, table(mesh), mesh)
-        for name, t in gather_rows(own_rows(params, mesh), params, mesh).items():
+        for name, t in gather_rows(take_rows(params, mesh), params, mesh).items():
             p = params[name]
             assert (t.name, t.cut, t.shared, t.layout, t.dtype) == (p.name, p.cut, p.shared, p.layout, p.dtype)
             assert np.array_equal(t.array, p.array)
@@ -128,7 +128,7 @@ def test_rows_travel_from_and_to_a_device(ranks):
         want, got = row_sums(mesh), row_sums(mesh, asarray=double.asarray)
         params = shard({"a": np.arange(15.0).reshape(5, 3)}, table(mesh), mesh)
         there = {"a": Tensor(double.asarray(params["a"].array), name="a")}
-        want["back"], got["back"] = params["a"], gather_rows(own_rows(there, mesh), there, mesh)["a"]
+        want["back"], got["back"] = params["a"], gather_rows(take_rows(there, mesh), there, mesh)["a"]
         for name, g in got.items():
             assert type(g.array) is double.DeviceArray and to_host(g.array).tobytes() == want[name].array.tobytes(), name
     ranks.run_meshes(check)
@@ -358,7 +358,7 @@ def test_memory_measured_is_that_of_the_formula(dp):
             state = State(MEASURED, mesh, init(MEASURED, mesh, 0, "float64", np), AdamW(LR), zero)
             for _ in range(2):
                 grads = {name: Tensor(np.ones(p.shape)) for name, p in state.params.items()}
-                state.update(own_rows(grads, mesh) if zero else grads)
+                state.update(take_rows(grads, mesh) if zero else grads)
             return state.optimizer
         gc.collect()
         tracemalloc.start()
@@ -383,7 +383,7 @@ def test_the_update_of_a_rank_without_rows_is_nothing(ranks):
     def check(comm: Comm):
         mesh = Mesh(dp=comm.size, comm=comm)
         params, optimizer = {"w": Tensor(np.array([[2.0, 3.0]]), name="w")}, AdamW(0.5, weight_decay=0.0)
-        after = gather_rows(optimizer.step(own_rows(params, mesh), own_rows({"w": Tensor(np.array([[1.0, -1.0]]))}, mesh)),
+        after = gather_rows(optimizer.step(take_rows(params, mesh), take_rows({"w": Tensor(np.array([[1.0, -1.0]]))}, mesh)),
                             params, mesh)
         np.testing.assert_allclose(after["w"].array, [[1.5, 3.5]], rtol=1e-7)      # the first step is lr·sign(g)
         assert optimizer.m["w"].shape == (1 if comm.rank == 0 else 0, 2)

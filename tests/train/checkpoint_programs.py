@@ -60,7 +60,7 @@ def require_whole(path):
     step = int(path.name[5:])
     assert read_manifest(path)["step"] == step and read_manifest(path)["about"] == {"step": step}
     whole = arrays(step)
-    found = load(path, everything(whole), SerialComm())
+    step, found = load(path, everything(whole), SerialComm())
     assert {name: (a.dtype, a.shape, a.tobytes()) for name, a in found.items()} == {
         name: (a.dtype, a.shape, a.tobytes()) for name, a in whole.items()}, path
     return step

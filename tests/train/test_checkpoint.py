@@ -16,11 +16,19 @@ from checkpoint_programs import Operations, arrays, complete_ones, everything, p
 
 from refimpl import tensorfile
 from refimpl.comm import CommError, SerialComm, run_threads
-from refimpl.train.checkpoint import CheckpointError, Piece, Wanted, latest, load, read_manifest, save
+from refimpl.train import checkpoint
+from refimpl.train.checkpoint import CheckpointError, Piece, Wanted, latest, read_manifest, save
 
 SERIAL = SerialComm()
 BITS = np.array([0x8000000000000000, 0x7ff8000000000001, 0xfff8dead0000beef, 0x7ff0000000000001, 1, 0x000fffffffffffff,
                  0x7ff0000000000000, 0], "uint64")     # -0.0, quiet and signalling nan payloads, subnormals, inf, 0.0
+
+
+def load(path, wanted, comm):
+    """What was loaded; the step has to be the one in the folder's name."""
+    step, arrays = checkpoint.load(path, wanted, comm)
+    assert path.name == f"step-{step:08d}"
+    return arrays
 
 
 def shared(comm, tmp_path):

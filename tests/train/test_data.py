@@ -93,12 +93,12 @@ def test_mapped_tokens_give_the_samples_of_those_in_memory(kept):
 
 
 def test_a_text_is_known_by_its_tokens_not_by_how_they_are_kept(kept):
-    in_memory, mapped = (Data.split(tokens, Options()).fingerprint() for tokens in kept)
+    in_memory, mapped = (Data.split(tokens, Options()).fingerprint for tokens in kept)
     assert in_memory == mapped
     changed = kept[0].copy()
     changed[-1] += 1
-    assert Data.split(changed, Options()).fingerprint() != in_memory
-    assert Data.split(kept[0], Options(validation=0.1)).fingerprint() != in_memory
+    assert Data.split(changed, Options()).fingerprint != in_memory
+    assert Data.split(kept[0], Options(validation=0.1)).fingerprint != in_memory
 
 
 def test_a_split_of_mapped_tokens_stays_mapped(kept):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from refimpl.autograd import Params, Tensor, bfloat16
+from refimpl.autograd import Params, Round, Tensor, bfloat16
 from refimpl.comm import Mesh, run_threads
 from refimpl.models import Config, Context, decoder, init
 from refimpl.rng import GOLDEN_GAMMA, MASK, fnv1a64, mix64
@@ -133,7 +133,7 @@ def test_bfloat16_judges_the_rounded_weights():
     result = trainer.run()
     rounded = {name: Tensor(bfloat16(t.array), t.layout, None, name, t.cut, t.shared) for name, t in result.params.items()}
     assert any((rounded[name].array != t.array).any() for name, t in result.params.items())
-    with trainer.precision():
+    with Round():
         assert evaluate(rounded, data, CFG, Mesh(), OPTIONS) == result.evaluation
 
 
@@ -192,7 +192,9 @@ def test_every_rank_stops_at_the_same_step_and_takes_the_same_sample():
 
 
 def test_without_a_validation_part_nothing_is_judged(tmp_path):
-    result = Trainer(Data(TOKENS), CFG, replace(OPTIONS, steps=2, eval_every=1, patience=1), Mesh(), tmp_path).run()
+    with pytest.raises(ValueError, match="patience needs something to evaluate on"):
+        Trainer(Data(TOKENS), CFG, replace(OPTIONS, steps=2, eval_every=1, patience=1), Mesh())
+    result = Trainer(Data(TOKENS), CFG, replace(OPTIONS, steps=2, eval_every=1), Mesh(), tmp_path).run()
     assert result.evaluation is None and len(result.losses) == 2
     assert "validation_loss" not in (tmp_path / "log.jsonl").read_text()
 

@@ -41,7 +41,8 @@ def test_masters_and_moments_are_float32_and_the_models_weights_are_the_rounded_
         assert p.dtype == m.dtype == v.dtype == np.float32
         for kept in (p.array, m, v):                    # of random float32 numbers one in 65536 is a bfloat16 one
             assert representable(kept).mean() < 0.05 or not kept.any(), name
-        seen = run.weights()[name]
+        with run.computing() as weights:
+            seen = weights[name]
         assert seen.array.tobytes() == bfloat16(p.array).tobytes() and seen.dtype == np.float32
         assert (seen.name, seen.layout, seen.cut, seen.shared) == (p.name, p.layout, p.cut, p.shared)
 
@@ -79,8 +80,9 @@ def test_a_run_with_a_small_learning_rate_moves_masters_that_bfloat16_would_not(
     before = {name: p.array for name, p in run.state.params.items()}
     run.step(0)
     moved = np.concatenate([(p.array != before[name]).ravel() for name, p in run.state.params.items() if ".k.b" not in name])
-    seen = np.concatenate([(w.array != bfloat16(before[name])).ravel() for name, w in run.weights().items()
-                           if ".k.b" not in name and before[name].any()])
+    with run.computing() as weights:
+        seen = np.concatenate([(w.array != bfloat16(before[name])).ravel() for name, w in weights.items()
+                               if ".k.b" not in name and before[name].any()])
     assert moved.mean() > 0.9 and seen.mean() < 0.1
 
 
@@ -157,8 +159,8 @@ def test_evaluation_and_samples_see_rounded_weights_and_rounded_values(monkeypat
     run = trainer(cfg=replace(CFG, vocab_size=256), data=data, steps=2, sampling=Sampling("a", 3))
     result = run.run()
     assert seen == [(name, [Round], True) for name in ("evaluate", "sample")] and len(result.sample) and not stack.frames
-    with Round():
-        again = evaluate(run.weights(), data, run.cfg, run.mesh, run.options)
+    with run.computing() as weights:
+        again = evaluate(weights, data, run.cfg, run.mesh, run.options)
     masters = evaluate(run.state.params, data, run.cfg, run.mesh, run.options)
     assert again == result.evaluation and 0 < abs(masters.loss / again.loss - 1) < U
 
@@ -184,5 +186,7 @@ def test_other_dtypes_are_not_rounded(dtype):
     run = trainer(dtype=dtype)
     with Record() as record:
         run.step(0)
-    assert run.weights() is run.state.params and {p.dtype for p in run.state.params.values()} == {np.dtype(dtype)}
+    with run.computing() as weights:
+        assert weights is run.state.params and not stack.frames
+    assert {p.dtype for p in run.state.params.values()} == {np.dtype(dtype)}
     assert not all(representable(e.y.astype(np.float32)).all() for e in record if e.op.name == "layer_norm")

@@ -278,7 +278,7 @@ def test_a_damaged_checkpoint_is_the_same_sentence_on_every_rank(ranks, tmp_path
         resumed = Stopping(DATA, CFG, OPTIONS, mesh, folder)
         said = same_sentence(comm, ValueError, lambda: resumed.resume(path))
         assert words in said and path.name in said
-        assert resumed.state.optimizer.t == 0 and not resumed.state.optimizer.m
+        assert resumed.state.optimizer.t == 0 and not any(a.any() for a in resumed.state.optimizer.m.values())
     ranks.run(check)
 
 
@@ -408,9 +408,11 @@ BAD_RATES = ("0", "-1", "nan", "inf", "-inf")
 
 @pytest.mark.parametrize("rate", BAD_RATES)
 def test_a_learning_rate_that_is_none_is_refused(rate):
-    for make in (lambda lr: Options(lr=lr), AdamW):
-        with pytest.raises(ValueError, match=f"the learning rate must be a positive number, got {float(rate)}"):
-            make(float(rate))
+    with pytest.raises(ValueError, match=f"the learning rate must be a positive number, got {float(rate)}"):
+        Options(lr=float(rate))
+    if float(rate):                                     # an optimizer's may be 0: a cosine ends there
+        with pytest.raises(ValueError, match=f"the learning rate must be finite and at least 0, got {float(rate)}"):
+            AdamW(float(rate))
 
 
 @pytest.mark.parametrize("rate", BAD_RATES)
