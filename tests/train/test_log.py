@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import select
 import struct
 import sys
 
@@ -119,17 +120,18 @@ def terminal(monkeypatch):
     fcntl, termios = pytest.importorskip("fcntl"), pytest.importorskip("termios")
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))          # a new one has no width
-    os.set_blocking(master, False)
 
     def said_by(act):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stderr", file)
             act()
-            file.flush()
-        try:
-            return os.read(master, 1 << 16).decode()
-        except BlockingIOError:
-            return ""
+        file.write("(end)")                             # a terminal hands on what is written when it comes to it
+        file.flush()
+        text = b""
+        while not text.endswith(b"(end)"):
+            assert select.select([master], [], [], 10)[0], text
+            text += os.read(master, 1 << 16)
+        return text.decode().removesuffix("(end)")
     with open(slave, "w", encoding="utf-8") as file:
         yield said_by
     os.close(master)

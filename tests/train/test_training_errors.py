@@ -63,7 +63,7 @@ def test_a_lost_loss_names_its_step_and_the_last_checkpoint_which_is_good(ranks,
         with np.errstate(all="ignore"):
             said = same_sentence(comm, ArithmeticError, trainer.run)
         last = folder / "checkpoints/step-00000002"
-        assert said == f"the loss is nan at step 4: try a smaller learning rate than 0.001; the last checkpoint is {last}"
+        assert said == f"the loss is nan at step 4: try a smaller learning rate than 0.001; the last good checkpoint is {last}"
         assert complete_ones(folder / "checkpoints") == [last]
         require_finite(last)
         assert comm.rank or [row["step"] for row in read_log(folder / "log.jsonl")[1:]] == [1, 2, 3]
@@ -118,9 +118,8 @@ def test_a_learning_rate_that_is_far_too_large_ends_in_one_sentence(tmp_path):
     """Nothing but the sentence: no warnings of numpy."""
     done = execute("train", "--text", write_corpus(tmp_path / "text"), *TINY, "--lr", "1e300", "--out", tmp_path / "a",
                    "--save-every", "1")
-    said = require_sentence(done, "the loss is ", "at step 2: try a smaller learning rate than 1e+300",
-                            f"the last checkpoint is {tmp_path / 'a/checkpoints/step-00000001'}")
-    assert done.stderr == said + "\n"
+    said = require_sentence(done, "the loss is ", "at step 2: try a smaller learning rate than 1e+300")
+    assert done.stderr == said + "\n" and "checkpoint" not in said     # that of step 1 has the parameters that give nan
     require_finite(latest(tmp_path / "a/checkpoints"))
 
 
