@@ -52,7 +52,7 @@ lint: $(VENV)/ready-test
 	$(RUN) -m mypy
 
 test-serial: $(VENV)/ready-test
-	timeout --kill-after=10 900 $(RUN) -m pytest
+	timeout --kill-after=10 1800 $(RUN) -m pytest
 
 test-mpi: $(VENV)/ready-test
 	$(RUN) tests/run_mpi.py 1
@@ -65,7 +65,7 @@ test-openmpi:
 
 # The tests that start mpirun themselves (test-serial has them too).
 test-programs: $(VENV)/ready-test
-	timeout --kill-after=10 900 $(RUN) -m pytest -k "not threads and not wrong_number" \
+	timeout --kill-after=10 1800 $(RUN) -m pytest -k "not threads and not wrong_number" \
 		tests/comm/test_ending.py tests/comm/test_faults.py tests/comm/test_hosts.py tests/comm/test_launch.py tests/comm/test_switches.py \
 		tests/comm/test_direct.py tests/comm/test_trace_programs.py tests/test_run_mpi.py tests/test_examples.py tests/commands \
 		tests/train/test_killed_training.py tests/train/test_resume.py
