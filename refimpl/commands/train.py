@@ -128,10 +128,10 @@ def run(args: argparse.Namespace) -> int:
     trainer = Trainer(data, cfg, options, mesh, args.out, sampling)
     if checkpoint:
         trainer.resume(checkpoint)
-    if comm.rank == 0 and args.bar:
-        print(f"{len(data.train):,} tokens of {cfg.vocab_size:,} to learn from, {len(data.validation):,} to judge by; "
-              f"{count(cfg):,} parameters, {options.dtype}; mesh {mesh}", file=sys.stderr, flush=True)
     with nullcontext() if args.trace is None else FirstSteps(comm, args.trace):
+        if comm.rank == 0 and args.bar:
+            print(f"{len(data.train):,} tokens of {cfg.vocab_size:,} to learn from, {len(data.validation):,} to judge by; "
+                  f"{count(cfg):,} parameters, {options.dtype}; mesh {mesh}", file=sys.stderr, flush=True)
         result = trainer.run(args.bar)
     if comm.rank == 0:
         report(result, args)

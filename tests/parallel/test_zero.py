@@ -119,7 +119,7 @@ def test_what_is_gathered_knows_its_cut_and_who_shares_it(ranks):
 
 def test_rows_have_a_table_of_their_own():
     places = {"a": Replicated(), "b": Cut(0, ((0, 3),))}
-    assert row_table(places) == {"a": Rows(Replicated(), "dp"), "b": Rows(places["b"], "dp")}
+    assert row_table(places) == {"a": Rows(Replicated()), "b": Rows(places["b"])}
 
 
 def test_rows_travel_from_and_to_a_device(ranks):
