@@ -105,6 +105,13 @@ class Watch:
         while not self.verdict and time.monotonic() < deadline:
             time.sleep(1e-3)
 
+    def is_told(self) -> bool:
+        """Whether a verdict comes, on a fault of another rank, within the time that an answer takes."""
+        deadline = time.monotonic() + ANSWER
+        while not self.verdict and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        return bool(self.verdict)
+
     def goodbye(self) -> int:
         """This rank has said its last: return, with the status for the launcher, when the others have too."""
         deadline = time.monotonic() + GRACE + GOODBYE
