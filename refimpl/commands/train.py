@@ -203,13 +203,13 @@ def tokenized(source: Source) -> tuple[np.ndarray, Tokenizer]:
 def report(result: Result, args: argparse.Namespace) -> None:
     """What rank 0 prints and writes at the end."""
     e, last = result.evaluation, result.first + len(result.losses) - 1
-    log = read_log(args.out / "log.jsonl") if args.out else []
+    log = read_log(args.out / "log.jsonl") if args.out and (args.out / "log.jsonl").exists() else []
     losses = [row["loss"] for row in log if "loss" in row] or result.losses
     if result.losses:
         print(f"loss {short(result.losses[0])} -> {short(result.losses[-1])} in steps {result.first} to {last}, "
               f"{result.tokens_per_second:,.0f} tokens/s")
     else:
-        print(f"all {last} steps are done")
+        print(f"step {last} was the last: nothing was left to train")
     for line in (e, result.stopped):
         if line:
             print(line)
