@@ -8,7 +8,8 @@ results are new arrays, except on one rank, where every collective is the identi
 """
 import copy
 import time
-from typing import Any, Callable, Sequence, TypeVar
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator, Sequence, TypeVar
 
 import numpy as np
 
@@ -33,6 +34,8 @@ class Comm:
     Errors, on every rank where `checked`: TypeError or ValueError where all ranks give the same wrong arguments, CommError
     where the ranks differ in operation, shape, dtype or other arguments, or where one of them does not come.
     """
+
+    library_error: type[BaseException] | tuple = ()     # what a backend's library raises
 
     def __init__(self, rank: int, size: int, axes: tuple[str, ...], ledger: Ledger | None = None) -> None:
         self.rank, self.size, self.axes, self.name, self.order = rank, size, axes, "+".join(axes), "any"
@@ -127,11 +130,8 @@ class Comm:
     def barrier(self) -> None:
         """Return when every rank has come here."""
         if self.size > 1:
-            try:
-                self._enter("barrier", str)
+            with self.agreed("barrier", str):
                 self._barrier()
-            finally:
-                self._leave()
 
     @collective
     def permute(self, x: Array, pairs: Pairs, sizes: Sequence[int] | None = None) -> Array | None:
@@ -176,10 +176,8 @@ class Comm:
     def agree(self, claim: str, patience: float | None = None) -> None:
         """Every rank says what it is about to do, or what it holds: CommError on all, where they differ, if `checked`."""
         if self.size > 1:
-            try:
-                self._enter("", lambda: claim, patience)
-            finally:
-                self._leave()
+            with self.agreed("", lambda: claim, patience):
+                pass
 
     def gather_texts(self, text: str) -> list[str]:
         """Every rank's text, on every rank (verdicts, error sentences; travels as bytes)."""
@@ -220,13 +218,8 @@ class Comm:
             wire: int = 0) -> Any:
         """The backend's `_operation`, once the ranks have agreed on it."""
         start = time.perf_counter()
-        try:
-            self._enter(operation, what)
+        with self.agreed(operation, what):
             y = self._carry(operation, x, args)
-        except (TypeError, ValueError) as error:        # the ranks have agreed: they wait for no word on it any more
-            raise CommError(f"{operation} over {self.name}: {error}") from error
-        finally:
-            self._leave()
         n = x.size if payload is None else payload
         self.ledger.totals[self.name, operation, stack.phase].add(n, n * x.dtype.itemsize, time.perf_counter() - start, wire)
         return y
@@ -237,8 +230,7 @@ class Comm:
         if type(x) is np.ndarray:
             return act(fetched(x), *args)
         y = self._direct(operation, x, args)
-        if y is None:
-            y = act(fetched(x), *args)
+        y = act(fetched(x), *args) if y is None else y
         return None if y is None else returned(y, x)
 
     def _direct(self, operation: str, x: Array, args: tuple) -> Array | None:
@@ -248,14 +240,9 @@ class Comm:
               dtype: Any = None) -> Transfer:
         """The backend's `_start_operation`, once the ranks have agreed on it; what comes becomes `dtype`."""
         start = time.perf_counter()
-        try:
-            self._enter(operation, what)
+        with self.agreed(operation, what):
             sent = fetched(x)
             moving = getattr(self, "_start_" + operation)(sent, *args)
-        except (TypeError, ValueError) as error:
-            raise CommError(f"{operation} over {self.name}: {error}") from error
-        finally:
-            self._leave()
         total = self.ledger.totals[self.name, operation, stack.phase]
         total.add(payload, payload * x.dtype.itemsize, time.perf_counter() - start, wire)
 
@@ -268,14 +255,28 @@ class Comm:
 
     def claim(self, operation: str, what: Callable[[], str]) -> str:
         """What this rank says of the collective that it is in."""
-        details = what()
-        if not operation:
-            return details
-        in_order = " in a fixed order" if self.order == "fixed" and "reduce" in operation else ""
-        return f"{operation} over {self.name}{': ' if details else ''}{details}{in_order}"
+        details, in_order = what(), " in a fixed order" if self.order == "fixed" and "reduce" in operation else ""
+        return details if not operation else f"{operation} over {self.name}{': ' if details else ''}{details}{in_order}"
+
+    @contextmanager
+    def agreed(self, operation: str, what: Callable[[], str], patience: float | None = None) -> Iterator[None]:
+        """Agree with the other ranks on a collective, and be in it."""
+        try:
+            self._enter(operation, what, patience)
+            yield
+        except (TypeError, ValueError) as error:        # the ranks have agreed: they wait for no word on it any more
+            raise CommError(f"{operation} over {self.name}: {error}") from error
+        except self.library_error:
+            self._despair()
+            raise
+        finally:
+            self._leave()
 
     def _leave(self) -> None:
         """This rank waits no longer: for a backend that wants to know."""
+
+    def _despair(self) -> None:
+        """The library below has failed, as where another rank is gone: error CommError, where that is known to be the cause."""
 
     # A backend supplies these, for contiguous host arrays, with shares along axis 0, on more than one rank.
     _enter: Callable[..., None]                         # (operation, what, patience=seconds): ranks agree, and may wait

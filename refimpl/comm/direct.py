@@ -157,11 +157,8 @@ def require(comm: Any, local_rank: int, device: str = "cupy") -> None:
     except ValueError as error:
         failure = str(error)
     together(comm, failure, device)
-    comm._enter("", lambda: "the trial of CUDA-aware MPI")
-    try:
+    with comm.agreed("", lambda: "the trial of CUDA-aware MPI"):
         failure = wrong(comm.raw, xp)
-    finally:
-        comm._leave()
     together(comm, failure, device)
 
 

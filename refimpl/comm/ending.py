@@ -44,8 +44,6 @@ class Ending:
             sys.__excepthook__(kind, error, trace)
         elif self.watch and self.watch.verdict and str(error) == self.watch.verdict:
             self.end_as_told()
-        elif self.watch and isinstance(error, self.MPI.Exception) and self.watch.is_told():
-            self.end_as_told()                          # the library had noticed first that another rank is gone
         elif issubclass(kind, KeyboardInterrupt):
             self.abort(Fault(self.rank, "was interrupted", INTERRUPTED), "")
         else:

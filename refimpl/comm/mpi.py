@@ -38,6 +38,7 @@ class MpiComm(Comm):
                  watch: Watch | None = None, largest: int = LARGEST) -> None:
         super().__init__(raw.Get_rank(), raw.Get_size(), axes, ledger)
         self.raw, self.MPI, self.checked, self.watch, self.largest = raw, load_mpi(), checked, watch, largest
+        self.library_error = self.MPI.Exception
         self.patience = math.inf                        # seconds that it waits for the others where there is no watch to tell
         self.direct = False                             # arrays of a device are handed to MPI as they are (direct.py)
         self.subs: dict[Any, MpiComm] = {}              # MPI has a limited number of communicators: none is made twice
@@ -57,6 +58,11 @@ class MpiComm(Comm):
     def _leave(self) -> None:
         if self.watch:
             self.watch.doing = None
+
+    def _despair(self) -> None:
+        if self.watch:
+            self.watch.await_verdict()
+            self.watch.require_hope()
 
     def compare(self, claim: str, patience: float | None) -> None:
         mine, hashes = np.array([fnv1a64(claim)], np.uint64), np.empty(self.size, np.uint64)
@@ -266,6 +272,9 @@ class Requests:
                 comm.watch.doing = comm, 0, "a transfer", str
             try:
                 comm.MPI.Request.Waitall(self.requests)
+            except comm.library_error:
+                comm._despair()
+                raise
             finally:
                 if not inside:
                     comm._leave()

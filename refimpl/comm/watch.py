@@ -46,7 +46,7 @@ Doing = tuple[Group, int, str, Callable[[], str]]       # the collective a rank 
 
 
 class Watch:
-    """Rank `rank`'s.  The thread that computes calls enter, require_hope, fail, goodbye and end, and sets `doing`.
+    """Rank `rank`'s.  The thread that computes calls enter, require_hope, await_verdict, fail, goodbye, end, and sets `doing`.
 
     timeout  seconds in one collective after which the ranks that are not there are a fault
     hurry    share of ANSWER that there is after a death, which the launcher sees too, and may end all ranks for
@@ -101,16 +101,13 @@ class Watch:
             self.taken, self.failure = True, fault      # it speaks for itself
             if not self.faults:
                 self.learn(fault)
+        self.await_verdict()
+
+    def await_verdict(self) -> None:
+        """Return when there is a verdict, or none can be expected any more."""
         deadline = time.monotonic() + 2 * ANSWER
         while not self.verdict and time.monotonic() < deadline:
             time.sleep(1e-3)
-
-    def is_told(self) -> bool:
-        """Whether a verdict comes, on a fault of another rank, within the time that an answer takes."""
-        deadline = time.monotonic() + ANSWER
-        while not self.verdict and time.monotonic() < deadline:
-            time.sleep(1e-3)
-        return bool(self.verdict)
 
     def goodbye(self) -> int:
         """This rank has said its last: return, with the status for the launcher, when the others have too."""

@@ -43,8 +43,8 @@ def meeting(x, rank=None):
 class Rank:
     """One rank of the program."""
 
-    def __init__(self, fault, comm):
-        self.fault, self.comm, self.rank = fault, comm, comm.rank
+    def __init__(self, fault, comm, folder):
+        self.fault, self.comm, self.rank, self.mark = fault, comm, comm.rank, Path(folder) / "away"
         self.watch = getattr(comm, "watch", None) or comm.world
         self.mesh = Mesh(dp=2, tp=2, comm=comm) if comm.size == 4 else Mesh(tp=comm.size, comm=comm)
 
@@ -62,6 +62,11 @@ class Rank:
             while not all(self.waits(r, n) for r, n in enumerate(ahead or (1, None, 1)) if n is not None):
                 time.sleep(1e-3)
         self.here()
+
+    def when_away(self):
+        """As soon as rank 2 has left the collective before."""
+        while self.rank == FAULTY and not self.mark.exists():
+            time.sleep(1e-3)
 
     def waits(self, r, ahead):
         report, threads = self.watch.reports.get(r), not hasattr(self.watch, "links")
@@ -168,7 +173,8 @@ class Rank:
         """Rank 2 computes and comes to no collective."""
         self.mesh.tp.all_reduce(X)
         if self.rank == 2:
-            all(iter(lambda: True, False))              # waits: busy
+            all(iter(lambda: not self.mark.touch(), False))         # waits: busy
+        self.when_away()
         self.when_all_wait(1)
         self.mesh.tp.all_reduce(X)                      # waits: idle
 
@@ -176,7 +182,9 @@ class Rank:
         """Rank 2 is deaf, and mute."""
         self.mesh.tp.all_reduce(X)
         if self.rank == 2:
+            self.mark.touch()
             deafen()
+        self.when_away()
         self.when_all_wait(1)
         self.mesh.tp.all_reduce(X)                      # waits: deaf
 
@@ -197,7 +205,7 @@ def program(fault, moment, folder, threads):
             fcntl.flock(locks[-1], fcntl.LOCK_EX)
             print(os.getpid(), file=locks[-1], flush=True)
         try:
-            getattr(Rank(fault, comm), "at_" + moment)()
+            getattr(Rank(fault, comm, folder), "at_" + moment)()
         except Return:
             return
         except CommError as error:
