@@ -1,6 +1,6 @@
 # make demo          train a small GPT-2 on four MPI ranks and serially, side by side; TEXT=FILE on another text
 # make test          everything that CI runs: style, types, and the suite serially, on threads and under mpirun
-# make test-openmpi  what runs under mpirun once more under Open MPI, in an environment of its own
+# make test-openmpi  what runs under mpirun once more under Open MPI, in an environment of its own (and MPICH's beside it)
 # make test-peers    every op and the decoder against torch, onnx and transformers, in an environment of its own (1.5 GB)
 # make test-gpu-check  what the package uses of numpy is what the real cupy has; needs no GPU
 # make test-gpu      the ops and the decoder on a GPU (the driver is enough: cupy and CUDA 13 come from PyPI)
@@ -52,7 +52,7 @@ lint: $(VENV)/ready-test
 	$(RUN) -m mypy
 
 test-serial: $(VENV)/ready-test
-	timeout --kill-after=10 1800 $(RUN) -m pytest
+	timeout --kill-after=10 1800 $(RUN) -m pytest -n 2 --dist loadfile
 
 test-mpi: $(VENV)/ready-test
 	$(RUN) tests/run_mpi.py 1
@@ -60,8 +60,8 @@ test-mpi: $(VENV)/ready-test
 	$(RUN) tests/run_mpi.py 4
 	REFIMPL_CHECKED=0 $(RUN) tests/run_mpi.py 2 tests/comm/test_messages.py tests/models tests/ops/test_registry.py
 
-test-openmpi:
-	$(MAKE) MPI=openmpi test-mpi test-programs
+test-openmpi: $(VENV_mpich)/ready-test
+	OTHER_MPI_PYTHON="$(abspath $(VENV_mpich))/bin/python" $(MAKE) MPI=openmpi test-mpi test-programs
 
 # The tests that start mpirun themselves (test-serial has them too).
 test-programs: $(VENV)/ready-test

@@ -2,6 +2,7 @@
 
     python resume_programs.py limited BYTES RANK train ...      `refimpl train`, whose rank RANK may write BYTES to a file
 """
+import json
 import os
 import resource
 import subprocess
@@ -82,18 +83,27 @@ def write_corpus(path):
     return path
 
 
-def command(*arguments, ranks=0, program=("-m", "refimpl")):
-    return [*(mpirun_command(ranks) if ranks else []), sys.executable, *map(str, program), *map(str, arguments)]
+def command(*arguments, ranks=0, program=("-m", "refimpl"), python=sys.executable):
+    start = mpirun_command(ranks) if ranks else []
+    if ranks and python != sys.executable:              # it has an MPI of its own
+        start = json.loads(said_by(python, f"import json; from refimpl.comm.launch import mpirun_command as command; "
+                                           f"print(json.dumps(command({ranks})))"))
+    return [*start, python, *map(str, program), *map(str, arguments)]
 
 
-def execute(*arguments, ranks=0, program=("-m", "refimpl"), limit=LIMIT):
+def said_by(python, program):
+    return subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=LIMIT, check=True, cwd=HERE,
+                          env=ENVIRONMENT).stdout
+
+
+def execute(*arguments, ranks=0, program=("-m", "refimpl"), limit=LIMIT, python=sys.executable):
     """The finished command; a time limit is a failure."""
-    return subprocess.run(command(*arguments, ranks=ranks, program=program), capture_output=True, text=True, timeout=limit,
-                          stdin=subprocess.DEVNULL, cwd=HERE, env=ENVIRONMENT)
+    return subprocess.run(command(*arguments, ranks=ranks, program=program, python=python), capture_output=True, text=True,
+                          timeout=limit, stdin=subprocess.DEVNULL, cwd=HERE, env=ENVIRONMENT)
 
 
-def trained(*arguments, ranks=0):
-    done = execute("train", *arguments, ranks=ranks)
+def trained(*arguments, ranks=0, python=sys.executable):
+    done = execute("train", *arguments, ranks=ranks, python=python)
     assert done.returncode == 0, done.stderr
     return done
 

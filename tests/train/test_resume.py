@@ -1,13 +1,15 @@
 """Localises faults of going on: what a resumed run has lost of its state, samples, schedule, log or patience."""
 import itertools
 import json
+import os
+import sys
 from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from resume_programs import (TINY, Stopping, global_state, held, loaded, require_close, require_equal, shared, stop, trained,
-                             write_corpus)
+from resume_programs import (TINY, Stopping, global_state, held, loaded, require_close, require_equal, said_by, shared, stop,
+                             trained, write_corpus)
 
 from refimpl import tensorfile
 from refimpl.comm import Mesh, run_threads
@@ -237,6 +239,23 @@ def require_same_end(folder, straight):
     losses, wanted = ([row["loss"] for row in read_log(f / "log.jsonl") if "loss" in row] for f in (folder, straight))
     np.testing.assert_allclose(losses, wanted, rtol=1e-12, atol=0)
     assert len(losses) == 6
+
+
+OTHER = os.environ.get("OTHER_MPI_PYTHON", "")
+
+
+@pytest.mark.skipif(not OTHER, reason="needs a Python with another MPI, OTHER_MPI_PYTHON: make test-openmpi has one")
+def test_a_run_goes_on_under_another_mpi_and_back(tmp_path):
+    name = "from mpi4py import MPI; print(MPI.Get_library_version().split()[0])"
+    assert said_by(OTHER, name) != said_by(sys.executable, name)
+    text = write_corpus(tmp_path / "text")
+    trained("--text", text, *SHAPE, *RUN, "--out", tmp_path / "straight")
+    trained("--text", text, *SHAPE, *RUN, "--out", tmp_path / "a", "--mesh", "dp=2", "--zero", "--save-every", 1, "--keep", 0,
+            ranks=2)
+    for step, mesh, python in ((2, "tp=2", OTHER), (4, "dp=2", sys.executable)):
+        kill_after(tmp_path / "a", step)
+        trained("--out", tmp_path / "a", "--resume", "--mesh", mesh, "--no-bar", "--sample", "0", ranks=2, python=python)
+        require_same_end(tmp_path / "a", tmp_path / "straight")
 
 
 def test_what_threads_have_saved_goes_on_under_mpirun_and_back(tmp_path):
