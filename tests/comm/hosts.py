@@ -71,11 +71,17 @@ class Hosts:
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind, self.folder = kind, folder
 
-    def run(self, program: str) -> tuple[int, str, str, float]:
+    def run(self, program: str, plain: bool = False) -> tuple[int, str, str, float]:
         """(status, stdout, stderr, seconds) of a Python text on ranks 0, 1 (left) and 2, 3 (right), which gets the folder as
-        its argument.  Skips where two hosts cannot be had."""
+        its argument.  Skips where two hosts cannot be had.
+
+        plain  as a user would start it.  (Told to leave ranks alone, Hydra 5.0 tells a host of the other's ranks that they have
+               ended, also where all is well, and where that host was quicker, ends by SIGPIPE.)
+        """
         mpirun, *rest = mpirun_command(4)
         flags, shell = rest[:rest.index("-n")], rest[rest.index("-n") + 2:]
+        if plain:
+            flags, shell = [flag for flag in flags if flag != "-disable-auto-cleanup"], []
         version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
         hydra, open_mpi = "HYDRA" in version, "Open MPI" in version
         if not (hydra or open_mpi):

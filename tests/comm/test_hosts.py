@@ -61,7 +61,7 @@ def hosts(request, mpirun, tmp_path):
 
 
 def test_a_mesh_over_two_hosts_is_right_and_each_host_is_shared_by_its_own_ranks(hosts):
-    code, out, err, _ = hosts.run(MESHED.format(large=LARGE))
+    code, out, err, _ = hosts.run(MESHED.format(large=LARGE), plain=True)
     assert code == 0, err
     found = json.loads(out)
     assert [row["rank"] for row in found] == [0, 1, 2, 3]
