@@ -59,10 +59,7 @@ class Record(Frame):
     def call(self, op: Any, run: Callable, *arrays: Any, **static: Any) -> tuple[Any, Any]:
         if op.detail:
             return run(*arrays, **static)
-        key = stack.name, stack.phase
-        self.count[key] += 1
-        name = stack.name + (f"#{self.count[key]}" if self.count[key] > 1 else "")
-        entry = Entry(name, op, stack.phase, arrays, static)
+        entry = Entry(self.name_of_call(), op, stack.phase, arrays, static)
         self.entries.append(entry)
         entry.y, vjp = run(*arrays, **static)
         if vjp is None:
@@ -73,6 +70,12 @@ class Record(Frame):
             entry.dx = vjp(*dy)
             return entry.dx
         return entry.y, recorded
+
+    def name_of_call(self) -> str:
+        """Of the call that is running; each may be asked once."""
+        key = stack.name, stack.phase
+        self.count[key] += 1
+        return stack.name + (f"#{self.count[key]}" if self.count[key] > 1 else "")
 
     def __getitem__(self, name: str) -> Entry:
         for entry in self.entries:
@@ -149,6 +152,8 @@ class Count(Frame):
         y, vjp = run(*arrays, **static)
         if op.name == "product":
             self.flops[stack.phase] += 2 * y.size * arrays[0].shape[-1]
+            return y, vjp
+        if op.detail:
             return y, vjp
         self.calls[op.name] += 1
         if vjp is not None:

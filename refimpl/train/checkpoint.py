@@ -24,6 +24,7 @@ import numpy as np
 
 from refimpl import tensorfile
 from refimpl.comm import Comm
+from refimpl.files import parse_json
 
 MAX_MANIFEST = 10_000_000                               # bytes
 NAME = "step-" + "[0-9]" * 8
@@ -258,18 +259,10 @@ def assemble(what: str, pieces: list[Piece], wanted: Wanted) -> np.ndarray:
 
 
 def parse(text: bytes, where: str) -> Any:
-    """JSON as the standard has it: no NaN, no name twice.  Error: CheckpointError."""
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) != len(pairs):
-            raise ValueError("it has a name twice")
-        return dict(pairs)
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"it has no {constant}")
     try:
-        return json.loads(text.decode(), object_pairs_hook=unique, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:       # not utf-8, not JSON, a number of 5000 digits
-        raise CheckpointError(f"{where} is not JSON: {error}") from None
+        return parse_json(text)
+    except ValueError as error:
+        raise CheckpointError(f"{where} {error}") from None
 
 
 def is_count(value: Any, limit: int = 2 ** 63) -> bool:
