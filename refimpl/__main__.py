@@ -1,4 +1,7 @@
-"""The command line: python -m refimpl train | tokenize | demo | doctor.  `python -m refimpl COMMAND --help` explains each."""
+"""The command line: python -m refimpl train | tokenize | golden | demo | doctor.
+
+`python -m refimpl COMMAND --help` explains each.
+"""
 import argparse
 import re
 import sys
@@ -9,9 +12,9 @@ from typing import Sequence
 
 from refimpl.comm import CommError
 from refimpl.comm.launch import INTERRUPTED, fail, launched_rank
-from refimpl.commands import demo, doctor, tokenize, train
+from refimpl.commands import demo, doctor, golden, tokenize, train
 
-COMMANDS = {"train": train, "tokenize": tokenize, "demo": demo, "doctor": doctor}
+COMMANDS = {"train": train, "tokenize": tokenize, "golden": golden, "demo": demo, "doctor": doctor}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,180 @@
+"""What a comparison has found, in 80 columns, and as JSON; and the exit status.
+
+    0  everything that was compared is right
+    1  something is wrong
+    2  it was not possible to compare: usage
+    3  incomplete: nothing was compared but inputs, or a rank's part is missing, or, with --all, any value
+    4  the bundle is damaged, or of a version that is not known
+    5  no power: wrong values would have passed every comparison
+"""
+import json
+import math
+import textwrap
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Sequence
+
+from refimpl.golden.bundle import Bundle
+from refimpl.golden.check import RUNGS, Line
+from refimpl.golden.diagnose import Cause, Hidden
+from refimpl.golden.limits import LIMITS
+
+PASS, MISMATCH, USAGE, INCOMPLETE, DAMAGED, NO_POWER = range(6)
+WORDS = {PASS: "PASS", MISMATCH: "MISMATCH", INCOMPLETE: "INCOMPLETE", NO_POWER: "NO POWER"}
+WIDTH = 80
+COLUMNS = {"pass": 6, "fail": 6, "gauge": 7, "partial": 9, "no power": 10, "left out": 10}       # and their widths
+
+
+@dataclass
+class Report:
+    """lines: every comparison; locally: those of local replay, whose first failure is the op that errs."""
+    bundle: Bundle
+    dtype: str
+    lines: list[Line]
+    command: str
+    demand_all: bool = False
+    locally: list[Line] = field(default_factory=list)
+    relation: str = ""
+    cause: Cause | None = None
+    hidden: Sequence[Hidden] = ()
+
+    @property
+    def missing(self) -> list[str]:
+        """Values of the bundle of which nothing was given."""
+        given = {line.key for line in self.lines}
+        return [key for key in self.bundle.entries if key not in given]
+
+    @property
+    def lacking(self) -> list[str]:
+        """Values of which some rank's part was given, and some other's was not."""
+        ranks: dict[str, set[int]] = {}
+        for line in self.lines:
+            if line.rank is not None:
+                ranks.setdefault(line.key, set()).add(line.rank)
+        return [key for key, found in ranks.items() if len(found) < self.bundle.ranks]
+
+    def keys(self, verdict: str) -> list[str]:
+        return list(dict.fromkeys(line.key for line in self.lines if line.verdict == verdict))
+
+    @property
+    def status(self) -> int:
+        outputs = [line for line in self.lines if line.rung != "inputs"]
+        if self.hidden or any(line.failed for line in (*self.lines, *self.locally)):
+            return MISMATCH
+        nothing = all(line.verdict == "left out" for line in outputs)
+        if nothing or self.lacking or self.demand_all and self.missing:
+            return INCOMPLETE
+        if not any(line.verdict == "pass" for line in outputs):
+            return NO_POWER
+        return PASS
+
+    def text(self) -> str:
+        lines = (line if line.startswith("    refimpl") else clipped(line).rstrip() for line in self.paragraphs())
+        return "\n".join(lines) + "\n"
+
+    def paragraphs(self) -> list[str]:
+        out = [f"refimpl golden check: {WORDS[self.status]}", ""]
+        first = next((line for line in self.lines if line.failed), None)
+        op = next((line for line in self.locally if line.failed), None)
+        if first:
+            out += described("first wrong", first) + ([row("it is", self.relation)] if self.relation else []) + [""]
+        if op:
+            out += described("op that errs", op, "from the stack's own inputs") + [""]
+        elif self.locally and first:
+            out += [row("no op errs", "each is right for the inputs that it was given, as far as they were dumped:"),
+                    row("", "what was put into one of them is not what came before it"), ""]
+        if self.cause:
+            out += [*wrapped("probably", f"{self.cause.what} ({self.cause.explained:.0%} of the error)"), ""]
+        for h in self.hidden:
+            out += [*wrapped("hidden", f"{h.what}: rounding hides it in every number, but {h.amount:.0%} of its error is there "
+                             f"in all of {h.key} together, {h.z:.0f} times what rounding does"), ""]
+        out += self.table() + [""]
+        for what, keys in (("may differ", self.keys("gauge")), ("no power", self.keys("no power")),
+                           ("parts missing", self.lacking)):
+            if keys:
+                out += wrapped(what, ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else ""))
+        out.append(row("not given", f"{len(self.missing)} of the {len(self.bundle.entries)} values of the bundle"))
+        advice = self.advice(first, op)
+        return out + ([row("next", ""), f"    {advice}"] if advice.startswith("refimpl") else wrapped("next", advice))
+
+    def table(self) -> list[str]:
+        """How many of each verdict, and the largest rho, by rung."""
+        out = [f"  {'rung':<11}" + "".join(f"{name:>{width}}" for name, width in COLUMNS.items()) + f"{'rho':>8}{'element':>9}"]
+        for rung in RUNGS:
+            lines = [line for line in self.lines if line.rung == rung]
+            if lines:
+                n, rhos = Counter(line.verdict for line in lines), [line.rho for line in lines if line.rho]
+                norm, element = (max((getattr(r, part) for r in rhos), default=0.0) for part in ("norm", "element"))
+                out.append(f"  {rung:<11}" + "".join(f"{n[name]:>{width}}" for name, width in COLUMNS.items())
+                           + f"{number(norm):>8}{number(element):>9}")
+        return out + [f"  in {self.dtype}; right is rho up to {LIMITS.norm:g} of the whole, {LIMITS.element:g} of any element"]
+
+    def advice(self, first: Line | None, op: Line | None) -> str:
+        if self.status == PASS:
+            return "nothing: what was compared is right" + (", up to what was not given" if self.missing else "")
+        if self.status == INCOMPLETE:
+            return "dump more: `refimpl golden show` lists what there is"
+        if self.status == NO_POWER:
+            return "compare in a wider format, or values that are not zero"
+        if first and first.rung == "inputs":
+            return "mend the inputs: all that follows depends on them (`refimpl golden init-code` makes them)"
+        if op:
+            return f"look at {op.key.rpartition('/')[2]}: its inputs are right, its result is not"
+        if not first and self.hidden:
+            return "mend what is hidden, or dump more, in a wider format: there it shows"
+        if not self.locally and self.bundle.recipe:
+            return f"{self.command} --local"
+        return "dump the values between the last right one and the first wrong one"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"verdict": WORDS[self.status], "status": self.status, "dtype": self.dtype, "limits": vars(LIMITS),
+                "counts": Counter(line.verdict for line in self.lines), "not_given": self.missing,
+                "parts_missing": self.lacking, "relation": self.relation, "cause": vars(self.cause) if self.cause else None,
+                "hidden": [vars(h) for h in self.hidden],
+                "lines": [as_json(line) for line in self.lines], "locally": [as_json(line) for line in self.locally]}
+
+
+def described(what: str, line: Line, how: str = "") -> list[str]:
+    rank = "" if line.rank is None else f", rank {line.rank}"
+    where = f"{line.rung}, {line.entry.phase}, step {line.entry.step}{rank}"
+    out = [row(what, line.key), row("", f"{where}, {how}" if how else where)]
+    if line.rho is None:
+        return out + wrapped("", line.note)
+    r, e = line.rho, line.entry
+    if r.what:
+        return out + [row("there is", f"{r.what}, at {list(r.worst)}: {r.actual:.9g} for {r.expected:.9g}")]
+    return out + [row("rho", f"{number(r.norm)} of the whole, {number(r.element)} at {list(r.worst)} of {list(e.place.shape)}"),
+                  row("there is", f"{r.actual:.9g} where {r.expected:.9g} belongs")]
+
+
+def as_json(line: Line) -> dict[str, Any]:
+    out = {"key": line.key, "rank": line.rank, "rung": line.rung, "verdict": line.verdict, "note": line.note}
+    if line.rho:
+        out |= {name: value if isinstance(value, (tuple, str)) or math.isfinite(value) else str(value)
+                for name, value in vars(line.rho).items()}
+    return out
+
+
+def number(x: float) -> str:
+    """Short: 0.98, 12.3, 758, 3e+05."""
+    if math.isinf(x):
+        return "inf"
+    return f"{x:.2f}" if x < 10 else f"{x:.1f}" if x < 100 else f"{x:.0f}" if x < 1e4 else f"{x:.0e}"
+
+
+def row(what: str, text: str) -> str:
+    return f"  {what:<13} {text}"
+
+
+def wrapped(what: str, text: str) -> list[str]:
+    """A row, or several where it is long."""
+    first, *rest = textwrap.wrap(text, WIDTH - 16, break_on_hyphens=False) or [""]
+    return [row(what, first), *(row("", line) for line in rest)]
+
+
+def clipped(line: str) -> str:
+    return line if len(line) <= WIDTH else line[:WIDTH - 3] + "..."
+
+
+def json_text(report: Report) -> str:
+    return json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n"

@@ -1,0 +1,217 @@
+"""Localises faults of `golden`: an exit status that lies, a file that is not read, output that is not what the bundle says."""
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from refimpl import tensorfile
+from refimpl.__main__ import main
+from refimpl.comm.base import SerialComm
+from refimpl.golden import opcases
+from refimpl.golden.bundle import read
+from refimpl.golden.make import make
+from refimpl.golden.names import NAMES, to_theirs
+from refimpl.golden.recipe import MODELS, Recipe
+
+Q = "step1/act/layers.0.attn.q"
+KB = "step1/grad/layers.0.attn.k.b"
+OPS = ("linear", "gelu_tanh", "attention", "mul", "all_gather", "sum")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """With a bundle, `gpt`, and the cases of some ops, `ops`."""
+    out = tmp_path_factory.mktemp("golden")
+    make(Recipe(replace(MODELS["gpt-micro"], n_layers=1), steps=1), SerialComm(), out / "gpt", 4)
+    some = [case for case in opcases.op_cases() if case.op in OPS]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opcases, "op_cases", lambda: some)
+        opcases.make(out / "ops", runs=2)
+    return out
+
+
+def values_of(bundle):
+    return {key: np.array(bundle.value(key)) for key in bundle.entries}
+
+
+def checked(capsys, tmp_path, bundle, values, *flags):
+    """(status, what it printed) of `golden check` on a file with the values."""
+    tensorfile.write(tmp_path / "dump.safetensors", values)
+    status = main(["golden", "check", str(tmp_path / "dump.safetensors"), "--against", str(bundle), *map(str, flags)])
+    done = capsys.readouterr()
+    said = [line for line in done.out.splitlines() if not line.startswith("    refimpl golden")]       # to be copied whole
+    assert not (done.out and done.err) and max(map(len, said), default=0) <= 80
+    return status, done.out or done.err
+
+
+# -- check: exit statuses ----------------------------------------------------------------------------------------------
+
+def test_0_is_right(capsys, tmp_path, folder):
+    values = values_of(read(folder / "gpt"))
+    status, said = checked(capsys, tmp_path, folder / "gpt", values, "--dtype", "float32", "--all")
+    assert status == 0 and said.startswith("refimpl golden check: PASS\n")
+    assert checked(capsys, tmp_path, folder / "gpt", {Q: values[Q]})[0] == 0
+
+
+def test_1_is_wrong(capsys, tmp_path, folder):
+    values = values_of(read(folder / "gpt"))
+    values[Q][1, 2, 3] += 1                             # (at the first place there is one key, whatever the query)
+    status, said = checked(capsys, tmp_path, folder / "gpt", values, "--dtype", "float32")
+    assert status == 1 and said.startswith("refimpl golden check: MISMATCH\n") and f"first wrong   {Q}\n" in said
+    assert " ".join(said.split()).endswith("--dtype float32 --local")
+
+
+@pytest.mark.parametrize("name, words", [("step1/act/layer.0.attn.q", f"is {Q} meant?"),
+                                         ("layers.0.attn.q", "--as says so once")])
+def test_2_is_usage(capsys, tmp_path, folder, name, words):
+    status, said = checked(capsys, tmp_path, folder / "gpt", {name: np.zeros(3)})
+    assert status == 2 and said.startswith("refimpl golden: ") and words in said and said.count("\n") == 1
+
+
+def test_2_is_a_file_that_is_not_there(capsys, tmp_path, folder):
+    assert main(["golden", "check", str(tmp_path / "none.npz"), "--against", str(folder / "gpt")]) == 2
+    assert "none.npz is not there" in capsys.readouterr().err
+
+
+def test_3_is_incomplete(capsys, tmp_path, folder):
+    values = values_of(read(folder / "gpt"))
+    status, said = checked(capsys, tmp_path, folder / "gpt", {k: a for k, a in values.items() if k.startswith("params/")})
+    assert status == 3 and said.startswith("refimpl golden check: INCOMPLETE\n") and "`refimpl golden show` lists" in said
+    assert checked(capsys, tmp_path, folder / "gpt", {Q: values[Q]}, "--all")[0] == 3
+
+
+def test_4_is_a_damaged_bundle(capsys, tmp_path, folder):
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle/manifest.json").write_text("{}")
+    status, said = checked(capsys, tmp_path, tmp_path / "bundle", {Q: np.zeros(3)})
+    assert status == 4 and "manifest.json is damaged: its format is not 'refimpl golden values'" in said
+
+
+def test_5_is_no_power(capsys, tmp_path, folder):
+    values = values_of(read(folder / "gpt"))
+    status, said = checked(capsys, tmp_path, folder / "gpt", {KB: values[KB]}, "--dtype", "float32")
+    assert status == 5 and said.startswith("refimpl golden check: NO POWER\n") and f"no power      {KB}\n" in said
+
+
+# -- check: flags ------------------------------------------------------------------------------------------------------
+
+def test_the_format_is_that_of_the_arrays_unless_it_is_said(capsys, tmp_path, folder):
+    values = {Q: read(folder / "gpt").value(Q).astype("float32")}
+    assert "in float32; right is" in checked(capsys, tmp_path, folder / "gpt", values)[1]
+    assert "in bfloat16; right is" in checked(capsys, tmp_path, folder / "gpt", values, "--dtype", "bfloat16")[1]
+
+
+def test_json_has_what_was_found(capsys, tmp_path, folder):
+    values = values_of(read(folder / "gpt"))
+    values[Q][1, 2, 3] = np.inf
+    assert checked(capsys, tmp_path, folder / "gpt", values, "--json", tmp_path / "found.json")[0] == 1
+    said = json.loads((tmp_path / "found.json").read_text(), parse_constant=pytest.fail)
+    assert said["verdict"] == "MISMATCH" and said["counts"]["fail"] == 1 and len(said["lines"]) == len(values)
+    wrong, = (line for line in said["lines"] if line["verdict"] == "fail")
+    assert (wrong["key"], wrong["worst"], wrong["actual"], wrong["what"]) == (Q, [1, 2, 3], "inf", "inf where a number belongs")
+
+
+def test_names_and_as_of_another_stack(capsys, tmp_path, folder):
+    """A state dict of gradients as of transformers: no kind before the names, weights as Conv1D keeps them."""
+    values, theirs = values_of(read(folder / "gpt")), {}
+    for rule in NAMES["hf-gpt2"].params:
+        ours = [values[f"step1/grad/{name.format(i=0)}"] for name in rule.ours]
+        theirs["transformer." + rule.theirs.format(i=0)] = np.ascontiguousarray(to_theirs(rule, ours))
+    flags = ("--names", "hf-gpt2", "--as", "step1/grad", "--dtype", "float32")
+    assert checked(capsys, tmp_path, folder / "gpt", theirs, *flags)[0] == 0
+    theirs["transformer.h.0.attn.c_attn.weight"][:, :24] *= 1.01                # q's third
+    status, said = checked(capsys, tmp_path, folder / "gpt", theirs, *flags)
+    assert status == 1 and "first wrong   step1/grad/layers.0.attn.q.w\n" in said and "the right value times 1.01" in said
+    theirs["transformer.h.0.attn.c_attn.weight"] = theirs["transformer.h.0.attn.c_attn.weight"].T.copy()
+    status, said = checked(capsys, tmp_path, folder / "gpt", theirs, *flags)
+    assert status == 1 and "has shape [72, 16], which cannot be" in said
+
+
+def test_local_names_the_wrong_op(capsys, tmp_path, folder):
+    values = values_of(read(folder / "gpt"))
+    status, said = checked(capsys, tmp_path, folder / "gpt", values | {Q: values[Q] * 1.01}, "--dtype", "float32", "--local")
+    assert status == 1 and f"op that errs  {Q}\n" in said
+
+
+# -- ops ---------------------------------------------------------------------------------------------------------------
+
+def test_a_right_dump_of_op_cases_passes(capsys, tmp_path, folder):
+    values = values_of(read(folder / "ops"))
+    assert {key.split("/")[0] for key in values} == {"ops", "edges", "exact", "collectives"}
+    status, said = checked(capsys, tmp_path, folder / "ops", values, "--dtype", "float32", "--all")
+    assert status == 0 and "\n  exact " in said and "\n  ops " in said
+
+
+def test_one_wrong_case_is_named(capsys, tmp_path, folder):
+    values = values_of(read(folder / "ops"))
+    key = next(key for key in values if key.startswith("ops/linear/") and key.endswith("/dx1"))
+    values[key].flat[0] += 0.5
+    status, said = checked(capsys, tmp_path, folder / "ops", values, "--dtype", "float32")
+    assert status == 1 and f"first wrong   {key}\n" in said and "--local" not in said
+
+
+def test_an_exact_case_is_exact(capsys, tmp_path, folder):
+    values = values_of(read(folder / "ops"))
+    key = next(key for key, a in values.items() if key.startswith("exact/mul/") and key.endswith("/y") and a.any())
+    at = np.flatnonzero(values[key])[0]
+    values[key].flat[at] = np.nextafter(values[key].flat[at], np.inf)
+    for dtype in ("float64", "float32"):
+        status, said = checked(capsys, tmp_path, folder / "ops", values, "--dtype", dtype)
+        assert status == 1 and f"first wrong   {key}\n" in said and "rho           inf of the whole" in said
+
+
+def test_local_is_for_traces(capsys, tmp_path, folder):
+    values = values_of(read(folder / "ops"))
+    status, said = checked(capsys, tmp_path, folder / "ops", values, "--local")
+    assert status == 2 and "--local is for traces" in said
+
+
+# -- show --------------------------------------------------------------------------------------------------------------
+
+def test_show_lists_conventions_and_every_value(capsys, folder):
+    assert main(["golden", "show", str(folder / "gpt")]) == 0
+    said, bundle = capsys.readouterr().out, read(folder / "gpt")
+    assert said.startswith(f"{len(bundle.entries)} values, ")
+    assert "1 step of 1 layer on dp=1,cp=1,tp=1" in said.splitlines()[0]
+    assert all(f"  {key} " in said for key in bundle.entries) and all(f"  {name} " in said for name in bundle.conventions)
+    assert f"  {Q:<48} [4, 8, 24]     canonical" in said
+
+
+def test_show_prints_the_numbers_of_values(capsys, folder):
+    assert main(["golden", "show", str(folder / "gpt"), "--values", "step1/loss"]) == 0
+    name, number = capsys.readouterr().out.split()
+    assert name == "step1/loss" and float(number) == pytest.approx(float(read(folder / "gpt").value("step1/loss")), rel=1e-8)
+    assert main(["golden", "show", str(folder / "gpt"), "--values", "params/*norm1*"]) == 0
+    names = [line for line in capsys.readouterr().out.splitlines() if "/" in line]
+    assert names == ["params/layers.0.norm1.g", "params/layers.0.norm1.b"]
+
+
+def test_show_of_values_that_are_not_there_is_one_sentence(capsys, folder):
+    assert main(["golden", "show", str(folder / "gpt"), "--values", "nothing"]) == 2
+    assert "no value is called 'nothing'" in capsys.readouterr().err
+
+
+def test_show_of_op_cases(capsys, folder):
+    assert main(["golden", "show", str(folder / "ops")]) == 0
+    assert "cases of ops" in capsys.readouterr().out.splitlines()[0]
+
+
+# -- make --------------------------------------------------------------------------------------------------------------
+
+def test_make_writes_a_bundle_once(capsys, tmp_path):
+    model = tmp_path / "model.toml"
+    model.write_text("[model]\nvocab_size = 11\nn_layers = 1\nn_heads = 2\nd_model = 8\nmax_seq_len = 4\n")
+    flags = ["golden", "make", "--model", str(model), "--steps", "1", "--batch-size", "2", "--seq-len", "4", "--runs", "8",
+             "--out"]
+    assert main([*flags, str(tmp_path / "a")]) == 0 and main([*flags, str(tmp_path / "b"), "--mesh", "tp=2"]) == 0
+    assert f"{tmp_path / 'a'}: " in capsys.readouterr().out
+    one, two = read(tmp_path / "a"), read(tmp_path / "b")
+    assert one.ranks == 1 and two.ranks == 2 and one.recipe.config.vocab_size == 11
+    assert np.allclose(two.value("step1/grad/embed.w"), one.value("step1/grad/embed.w"), rtol=0, atol=1e-12)
+    before = {path.name: path.read_bytes() for path in Path(tmp_path / "a").iterdir()}
+    with pytest.raises(SystemExit):
+        main([*flags, str(tmp_path / "a")])
+    assert "is there already" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in Path(tmp_path / "a").iterdir()} == before
