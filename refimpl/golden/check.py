@@ -110,6 +110,8 @@ def examined(f: Found, bundle: Bundle, dtype: str, wrong: Parts) -> Line:
         line.verdict, line.note = "left out", f"the reference overflows in {dtype}"
         return line
     line.rho = rho(actual, expected, sigma, entry.uncertainty, dtype)
+    if not within(line.rho) and not (sigma.any() or not same_in(actual, expected, dtype)):     # nothing is rounded but itself
+        line.rho = Rho(0.0, 0.0, line.rho.worst, line.rho.actual, line.rho.expected)
     if not within(line.rho):
         may = entry.kind if entry.kind == "gauge" or f.rank is not None and entry.kind == "partial" else ""
         line.verdict = may or "fail"
