@@ -5,7 +5,7 @@
     dump/rank0.safetensors  dump/rank1.npz          each rank's parts (rank0, rank_1, rank-00002 ...)
     dump/rank0/step1/...npy                         the same
 
-Nothing is executed (no pickle), no link is followed, and no array is read that is larger than the caller says it can be.
+Nothing is executed (arrays of objects are refused), no link is followed, and no array is read that is larger than the caller says it can be.
 """
 import re
 import stat
