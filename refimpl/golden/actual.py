@@ -5,7 +5,8 @@
     dump/rank0.safetensors  dump/rank1.npz          each rank's parts (rank0, rank_1, rank-00002 ...)
     dump/rank0/step1/...npy                         the same
 
-Nothing is executed (arrays of objects are refused), no link is followed, and no array is read that is larger than the caller says it can be.
+Nothing is executed (arrays of objects are refused), no link is followed, and no array is read before its shape has been looked
+at: a file may claim what it likes.
 """
 import re
 import stat
