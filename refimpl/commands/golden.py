@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Callable
 
 from refimpl.comm import run_threads, world
-from refimpl.comm.launch import fail, launcher
+from refimpl.comm.launch import fail, launched_rank, launcher
 from refimpl.comm.mesh import AXES, parse_dims
 from refimpl.commands.settings import add_flags, checked, defaults, read_toml
 from refimpl.golden import opcases
@@ -85,13 +85,14 @@ def run(args: argparse.Namespace) -> int:
         if args.action != "make" and launcher() and world().size > 1:
             raise UsageError(f"golden {args.action} is for one rank: start it without mpirun")
         return ACTIONS[args.action](args) or 0
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         if args.traceback:
             raise
         status = DAMAGED if isinstance(error, BundleError) else USAGE
         if args.action == "make":                       # by all ranks
             fail(f"refimpl golden: {error}", status)
-        print(f"refimpl golden: {error}", file=sys.stderr)
+        if not launched_rank():
+            print(f"refimpl golden: {error}", file=sys.stderr)
         return status
 
 
@@ -136,6 +137,8 @@ def run_show(args: argparse.Namespace) -> None:
 
 
 def run_check(args: argparse.Namespace) -> int:
+    if args.json:
+        args.json.write_text("", encoding="utf-8")      # where that cannot be, say so before the work
     flags = {"--dtype": args.dtype, "--names": args.names, "--as": args.prefix}
     command = " ".join([f"refimpl golden check {args.actual} --against {args.against}",
                         *(f"{flag} {value}" for flag, value in flags.items() if value)])

@@ -64,8 +64,15 @@ def sets_of(path: Path) -> list[Set]:
                 raise ActualError(f"{p} is neither a file nor a folder (links are not followed)")
             if (other := ranks.setdefault(int(found[1]), p)) != p:
                 raise ActualError(f"{other} and {p} are of the same rank")
+    if (path / "manifest.json").exists():
+        raise ActualError(f"{path} is a bundle of golden values, not a stack's dump: give it by --against")
     if not ranks:
+        if files := sorted(p.name for p in path.iterdir() if p.suffix in (".safetensors", ".npz")):
+            raise ActualError(f"{path} holds {files[0]}: name that file, or call it rank0{Path(files[0]).suffix}")
         return [of_folder(path)]
+    arrays = (".safetensors", ".npz", ".npy")
+    if others := sorted(p.name for p in path.iterdir() if p not in ranks.values() and p.suffix in arrays):
+        raise ActualError(f"{path} holds {others[0]} beside the ranks' files: whose is it?")
     if sorted(ranks) != list(range(len(ranks))):
         raise ActualError(f"{path} has the ranks {', '.join(map(str, sorted(ranks)))}: they must be numbered from 0 on")
     return [of_folder(ranks[r]) if ranks[r].is_dir() else of_file(ranks[r]) for r in range(len(ranks))]
@@ -134,7 +141,7 @@ def of_npy(where: str, size: int, start: Callable[[], Any]) -> Dumped:
     except UNREADABLE as error:
         raise ActualError(f"{where} is not a readable npy file: {error}") from None
     if dtype.hasobject or dtype.kind not in "fiub":
-        raise ActualError(f"{where} holds {dtype}: it must hold numbers (of bfloat16, their bits as uint16, or safetensors)")
+        raise ActualError(f"{where} holds {dtype}: it must hold numbers (bfloat16: as float32, or in safetensors)")
     n = 1
     for length in shape:
         n *= length

@@ -23,6 +23,7 @@ from refimpl.tensorfile import DTYPES
 FORMAT, VERSION = "refimpl golden values", 1
 MAX_BYTES = 64_000_000
 MAX_RANKS = 256
+MAX_SCORES = 2 ** 27                                    # batch_size · n_heads · seq_len²: 1 GiB
 ROLES = ("input", "param", "act", "grad", "comm", "opt")
 PHASES = ("forward", "backward", "update")
 KINDS = ("canonical", "gauge", "partial")
@@ -142,6 +143,8 @@ def require_fitting(recipe: Recipe, entries: Mapping[str, Entry]) -> None:
             require(shapes.get(f"step{step}/{name}") == (recipe.batch_size, recipe.seq_len),
                     f"step{step}/{name} is not of batch_size x seq_len numbers")
         require(shapes.get(f"step{step}/loss") == (), f"it has no step{step}/loss")
+    scores = recipe.batch_size * cfg.n_heads * recipe.seq_len ** 2
+    require(scores <= MAX_SCORES, f"its attention has {scores} scores, more than the {MAX_SCORES} that are run again here")
 
 
 def entry_of(key: str, line: Any, mesh: dict[str, int]) -> Entry:

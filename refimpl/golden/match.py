@@ -39,8 +39,9 @@ def matched(sets: Sequence[Set], bundle: Bundle, names: Names | None = None, pre
     if len(sets) not in (1, bundle.ranks):
         raise UsageError(f"there are arrays of {len(sets)} ranks, and the bundle is of {bundle.ranks}: make one for your mesh")
     order = {key: k for k, key in enumerate(bundle.entries)}
+    start = prefix.rstrip("/") + "/" if prefix else ""
     out = [found for r, arrays in enumerate(sets) for name, dumped in arrays.items()
-           for found in values_in(dumped, (f"{prefix}/" if prefix else "") + name, bundle, names, r if len(sets) > 1 else None)]
+           for found in values_in(dumped, start + name, bundle, names, r if len(sets) > 1 else None)]
     if not out:
         raise UsageError("there is nothing to compare: no array was found")
     twice = [(a.where, b.where) for a, b in pairs(sorted(out, key=lambda f: (f.key, f.rank or 0)))]

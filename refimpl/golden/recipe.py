@@ -55,6 +55,14 @@ class Recipe:
         for name in ("steps", "batch_size", "seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.seed < 2 ** 63:
+            raise ValueError(f"seed must be at least 0 and below 2**63, got {self.seed}")
+        for name, low, high in (("lr", 0, math.inf), ("beta1", 0, 1), ("beta2", 0, 1), ("weight_decay", 0, math.inf)):
+            if not low <= getattr(self, name) < high:
+                raise ValueError(f"{name} must be at least {low} and below {high}, got {getattr(self, name)}")
+        for name in ("eps", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)}")
         if self.seq_len > self.config.max_seq_len:
             raise ValueError(f"seq_len is {self.seq_len}, the model has max_seq_len {self.config.max_seq_len}")
         if self.config.dropout:

@@ -116,10 +116,12 @@ class Report:
             return "dump more: `refimpl golden show` lists what there is"
         if self.status == NO_POWER:
             return "compare in a wider format, or values that are not zero"
+        if first and first.rho is None:
+            return f"give {first.key.rpartition('/')[2]} the shape of the bundle: see weight_layout in `refimpl golden show`"
         if first and first.rung == "inputs":
             return "mend the inputs: all that follows depends on them (`refimpl golden init-code` makes them)"
         if op:
-            return f"look at {op.key.rpartition('/')[2]}: its inputs are right, its result is not"
+            return f"look at {op.key.rpartition('/')[2]}: from what was dumped before it comes another result"
         if not first and self.hidden:
             return "mend what is hidden, or dump more, in a wider format: there it shows"
         if not self.locally and self.bundle.recipe:
@@ -140,10 +142,11 @@ def described(what: str, line: Line, how: str = "") -> list[str]:
     out = [row(what, line.key), row("", f"{where}, {how}" if how else where)]
     if line.rho is None:
         return out + wrapped("", line.note)
-    r, e = line.rho, line.entry
+    r, place = line.rho, line.entry.place
+    shape = list(place.shape) if line.rank is None else [stop - start for start, stop in place.boxes[line.rank]]
     if r.what:
         return out + [row("there is", f"{r.what}, at {list(r.worst)}: {r.actual:.9g} for {r.expected:.9g}")]
-    return out + [row("rho", f"{number(r.norm)} of the whole, {number(r.element)} at {list(r.worst)} of {list(e.place.shape)}"),
+    return out + [row("rho", f"{number(r.norm)} of the whole, {number(r.element)} at {list(r.worst)} of {shape}"),
                   row("there is", f"{r.actual:.9g} where {r.expected:.9g} belongs")]
 
 

@@ -215,3 +215,47 @@ def test_make_writes_a_bundle_once(capsys, tmp_path):
         main([*flags, str(tmp_path / "a")])
     assert "is there already" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in Path(tmp_path / "a").iterdir()} == before
+
+
+# -- what was once misunderstood ---------------------------------------------------------------------------------------
+
+def test_a_large_gradient_of_a_gauge_is_wrong(capsys, tmp_path, folder):
+    """The loss does not depend on a bias of k: its gradient is 0, but for rounding."""
+    values = values_of(read(folder / "gpt"))
+    values[KB] = values[KB] + 1.0
+    status, said = checked(capsys, tmp_path, folder / "gpt", values, "--dtype", "float32")
+    assert status == 1 and f"first wrong   {KB}\n" in said
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--seed", "-1"], "seed must be at least 0"), (["--eps", "-1"], "eps must be a positive number"),
+    (["--beta1", "1.0"], "beta1 must be at least 0 and below 1"), (["--clip", "0"], "clip must be a positive number")])
+def test_a_recipe_that_cannot_be_is_usage_and_leaves_nothing(capsys, tmp_path, flags, words):
+    with pytest.raises(SystemExit) as caught:
+        main(["golden", "make", *flags, "--out", str(tmp_path / "a")])
+    assert int(caught.value.code) == 2 and words in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_json_that_cannot_be_written_is_usage_before_anything_is_compared(capsys, tmp_path, folder):
+    value = {Q: read(folder / "gpt").value(Q)}
+    status, said = checked(capsys, tmp_path, folder / "gpt", value, "--json", tmp_path / "no/a.json")
+    assert status == 2 and "MISMATCH" not in said and "PASS" not in said
+
+
+def test_a_bundle_a_lone_file_and_a_stray_one_are_told_apart(capsys, tmp_path, folder):
+    value = {Q: read(folder / "gpt").value(Q)}
+    lone, stray = tmp_path / "lone", tmp_path / "stray"
+    lone.mkdir()
+    stray.mkdir()
+    for path in (lone / "dump.safetensors", stray / "rank0.safetensors", stray / "more.safetensors"):
+        tensorfile.write(path, value)
+    for actual, words in ((folder / "gpt", "is a bundle of golden values"),
+                          (lone, "name that file, or call it rank0.safetensors"),
+                          (stray, "holds more.safetensors beside the ranks' files")):
+        assert main(["golden", "check", str(actual), "--against", str(folder / "gpt")]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_a_slash_behind_the_prefix_is_no_matter(capsys, tmp_path, folder):
+    values = {key.rpartition("/")[2]: a for key, a in values_of(read(folder / "gpt")).items() if key.startswith("step1/grad/")}
+    assert checked(capsys, tmp_path, folder / "gpt", values, "--as", "step1/grad/")[0] == 0
