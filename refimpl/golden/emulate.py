@@ -22,6 +22,7 @@ from refimpl.autograd.op import Seam, stack
 from refimpl.rng import draw24, stream
 
 NEAREST = math.sqrt(0.5)
+# Ops that round what they compute inside, before numbers cancel: as if their arguments were off by a unit.
 STAGED = ("attention", "layer_norm", "rms_norm", "cross_entropy", "vocab_parallel_cross_entropy")
 
 
