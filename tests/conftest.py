@@ -5,10 +5,12 @@ each of THREAD_SIZES, on threads.  Started under mpirun (tests/run_mpi.py) only 
 ranks.  Assertions stand inside `fn`, so they run on all ranks; verdicts are gathered before one is raised.
 """
 import itertools
+import os
 import sys
 import time
 import traceback
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Callable, Iterator
 
 import pytest
@@ -80,6 +82,10 @@ def wait_for_the_others(verdict: str) -> None:
 
 def pytest_configure(config):
     PYTEST.append(config)
+    if WORLD is None:                                   # what a killed mpirun leaves under its process number, no later one
+        folder = TemporaryDirectory(ignore_cleanup_errors=True)             # of that number must find (openpmix issue 4022)
+        os.environ["TMPDIR"] = folder.name
+        config.add_cleanup(folder.cleanup)
 
 
 def pytest_generate_tests(metafunc):

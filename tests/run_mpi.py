@@ -5,6 +5,7 @@ Every rank runs the same tests in the same order.  Verdicts are gathered (confte
 rank is heard only when it fails alone.
 """
 import io
+import os
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -15,11 +16,21 @@ from refimpl.comm.launch import fail, launcher, mpirun_command, world
 
 TEST_LIMIT = 60                                         # seconds for one test
 LIMIT = 600                                             # for all; more than the 300 s that a collective waits for a rank
+UNABLE = 213                                            # Open MPI's mpirun itself could not start (no rank ran)
 
 
 def start(n: int, arguments: list[str]) -> int:
     command = [*mpirun_command(n), sys.executable, __file__, *arguments]
-    mpirun = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:          # as in conftest.py
+        for _ in range(3):
+            mpirun = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=os.environ | {"TMPDIR": folder})
+            status = end(mpirun, n)
+            if status != UNABLE:
+                break
+    return status
+
+
+def end(mpirun: "subprocess.Popen[bytes]", n: int) -> int:
     try:
         return mpirun.wait(LIMIT)
     except subprocess.TimeoutExpired:

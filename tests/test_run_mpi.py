@@ -1,4 +1,5 @@
 """Localises faults of run_mpi.py and conftest.py: a test under mpirun that hangs for ever, or fails on one rank unnoticed."""
+import importlib
 import os
 import subprocess
 import sys
@@ -71,3 +72,18 @@ def test_without_mpi_it_says_what_to_install(tmp_path):
     done = run_mpi("2", PYTHONPATH=str(tmp_path))
     assert done.returncode != 0 and "Traceback" not in done.stderr
     assert "run_mpi.py: mpi4py cannot be imported (planted)" in done.stderr and "apt-get install mpich" in done.stderr
+
+
+@pytest.mark.parametrize("failures, runs", ((0, 1), (1, 2), (2, 3), (9, 3)))
+def test_an_mpirun_that_could_not_start_itself_starts_again(failures, runs, monkeypatch, tmp_path):
+    """At most twice; every other end is the end."""
+    sys.path.insert(0, str(HERE))
+    try:
+        module = importlib.import_module("run_mpi")
+    finally:
+        sys.path.remove(str(HERE))
+    count = tmp_path / "count"
+    script = f"echo x >>{count}; [ $(wc -l <{count}) -gt {failures} ] || exit {module.UNABLE}; exit 7"
+    monkeypatch.setattr(module, "mpirun_command", lambda n: ["sh", "-c", script])
+    assert module.start(2, []) == (module.UNABLE if failures > 2 else 7)
+    assert len(count.read_text().splitlines()) == runs
