@@ -115,7 +115,7 @@ CALLS: dict[str, Call] = {
     "layer_norm": beside(gain, gain), "rms_norm": beside(gain),
     "linear": beside(weight), "column_parallel_linear": beside(weight), "row_parallel_linear": beside(weight),
     "matmul": beside(weight), "einsum": beside(weight, spec="ab,bc->ac"),
-    "attention": as_queries,
+    "attention": as_queries, "blockwise_attention": as_queries,
     "cross_entropy": with_targets,
     "rope": with_positions,
     "dropout": with_coordinates,

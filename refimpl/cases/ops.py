@@ -175,6 +175,10 @@ TABLE = {
         case("documents", *qkv(2, 2, 4, 4, 3), given([[0, 0, 1, 1], [0, 1, 1, 2]]), given([[0, 0, 1, 1], [0, 1, 1, 2]]),
              mask=CAUSAL),
         case("a document without keys", *qkv(1, 1, 2, 3, 3), given([[0, 9]]), given([[0, 0, 1]])),
+        case("positions in another order", *qkv(1, 2, 4, 5, 3), None, None, given([7, 0, 3, 4]), given([4, 0, 8, 3, 1]),
+             mask=CAUSAL),
+        case("positions and documents", *qkv(2, 1, 3, 3, 3), given([[0, 0, 1], [2, 0, 1]]), given([[1, 0, 0], [1, 1, 2]]),
+             given([0, 2, 1]), given([1, 2, 0]), mask=Mask(causal=True, window=2)),
         case("own scale", *qkv(1, 2, 3, 5, 4), scale=0.5), case("huge scores", *qkv(1, 1, 3, 5, 4, scale=128), mask=CAUSAL),
         case("equal scores", given(np.zeros((1, 1, 3, 4))), uniform(1, 1, 5, 4), uniform(1, 1, 5, 4), mask=CAUSAL)],
     "cross_entropy": [
@@ -212,5 +216,9 @@ TABLE = {
         case("empty", uniform(2, 0, 3), axes=(1, 2, 0)), case("same", uniform(2, 3), axes=(0, 1)),
         case("scalar", uniform(), axes=())],
 }
+TABLE["blockwise_attention"] = [
+    *((name, makers, {"block_q": 2, "block_k": 3} | static) for name, makers, static in TABLE["attention"]),
+    case("one block", *qkv(2, 2, 5, 5, 3), mask=CAUSAL), case("blocks of one", *qkv(1, 2, 4, 5, 3), block_q=1, block_k=1),
+    case("long blocks of keys", *qkv(1, 1, 7, 7, 3), block_q=1, block_k=7)]
 CASES = {op: [Case(name, tuple(None if make is None else make(f"{op}/{name}/{k}") for k, make in enumerate(makers)), static)
               for name, makers, static in rows] for op, rows in TABLE.items()}

@@ -44,15 +44,25 @@ class Mask:
 
     def block(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray | bool:
         """For query and key positions: True (all visible), False (none), or bool[len(queries), len(keys)]."""
-        if not self.causal and self.window is None:
+        if not self.causal and self.window is None or not queries.size or not keys.size:
             return True
         i, j = queries[:, None], keys[None, :]
+        if (answer := self.at_ends(queries.min(), queries.max(), keys.min(), keys.max())) is not None:
+            return answer
         seen = j <= i if self.causal else j < i + self.window       # neither: answered above
         if self.window is not None:
             seen &= j > i - self.window
         if self.prefix:
             seen |= j < self.prefix
         return True if seen.all() else bool(seen.any()) and seen
+
+    def at_ends(self, i: int, last_i: int, j: int, last_j: int) -> bool | None:
+        """The same for queries i..last_i and keys j..last_j, where their ends tell: most blocks need no look at each pair."""
+        back = np.inf if self.window is None else self.window - 1           # how far a query sees
+        on = 0 if self.causal else back
+        if (j > last_i + on or last_j < i - back) and j >= self.prefix:     # beyond what any of them sees
+            return False
+        return True if last_i - back <= j and last_j <= i + on or last_j < self.prefix else None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

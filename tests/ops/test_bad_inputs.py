@@ -38,6 +38,7 @@ SHAPES = [                                              # op, shapes of its arra
     ("matmul", [(4, 2, 3), (5, 3, 2)], {}, r"a\[4, 2, 3\] and b\[5, 3, 2\] do not broadcast: counted from axis -3 on"),
     ("einsum", [(2, 3), (4, 5)], {"spec": "ab,bc->ac"}, r"'ab,bc->ac' of a\[2, 3\] and b\[4, 5\]: a letter has two sizes"),
     ("attention", [(1, 3, 2, 4), (1, 2, 2, 4), (1, 2, 2, 4)], {}, r"q\[1, 3, 2, 4\], .* with G dividing H"),
+    ("blockwise_attention", [(1, 3, 2, 4), (1, 2, 2, 4), (1, 2, 2, 4)], {}, r"q\[1, 3, 2, 4\], .* with G dividing H"),
     ("cross_entropy", [(2, 3), np.zeros(3, int)], {}, r"logits\[2, 3\] with V > 0 need integer targets\[2\], got int64\[3\]"),
     ("rope", [(3, 4), np.zeros(2, int)], {}, r"x\[3, 4\], positions\[2\], .* needs one position per row of x"),
     ("rope", [(4,), np.zeros(1, int)], {}, r"x\[4\] must be \[..., T, K\]"),

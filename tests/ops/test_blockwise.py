@@ -1,0 +1,157 @@
+"""Localises blocks that are skipped though seen, a softmax that is not rescaled where a later block has a larger score, nan
+from blocks without a key, and score matrices that are kept after all."""
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refimpl.autograd import Count, residuals
+from refimpl.ops import CAUSAL, Mask, attention, blockwise_attention
+from refimpl.ops.blockwise import Blocks, Partial, attend, by_group, shared
+from refimpl.ops.sight import Sight, sight
+from refimpl.rng import draw
+
+MASKS = [Mask(), CAUSAL, Mask(causal=True, window=3), Mask(window=2), Mask(causal=True, prefix=4),
+         Mask(causal=True, window=2, prefix=2)]
+B, H, G, T, S, K = 2, 4, 2, 7, 11, 3
+SHAPES = {"q": (B, H, T, K), "k": (B, G, S, K), "v": (B, G, S, K), "dy": (B, H, T, K)}
+ALL = [draw(name, shape) for name, shape in SHAPES.items()]
+
+
+def both(op, q, k, v, dy, *others, **static):
+    y, vjp = op.array(q, k, v, *others, **static)
+    return [y, *vjp(dy)[:3]]
+
+
+def assert_same(a, b, scale=1.0):
+    for left, right in zip(a, b, strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=1e-12 * scale * max(1.0, np.abs(right).max(initial=0)))
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_every_size_of_blocks_gives_what_the_whole_matrix_gives(mask):
+    """7 queries and 11 keys: sizes that divide them, do not, and exceed them."""
+    whole = both(attention, *ALL, mask=mask)
+    for block_q, block_k in itertools.product((1, 2, 3, 7, 16), (1, 2, 4, 5, 11, 16)):
+        assert_same(both(blockwise_attention, *ALL, mask=mask, block_q=block_q, block_k=block_k), whole)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_keys_in_any_order_with_their_positions_give_the_same(seed):
+    rng = np.random.default_rng(seed)
+    q, k, v, dy = ALL
+    order, mask = rng.permutation(S), Mask(causal=True, window=5)
+    whole = both(attention, *ALL, mask=mask)
+    at = np.arange(S - T, S)
+    for op in (attention, blockwise_attention):
+        blocks = {} if op is attention else {"block_q": 3, "block_k": 2}
+        y, dq, dk, dv = both(op, q, k[:, :, order], v[:, :, order], dy, None, None, at, order, mask=mask, **blocks)
+        back = np.argsort(order)
+        assert_same([y, dq, dk[:, :, back], dv[:, :, back]], whole)
+
+
+@pytest.mark.parametrize("offset", (1e4, -1e4))
+def test_scores_far_from_0_neither_overflow_nor_vanish(offset):
+    """All scores shifted by 1e4 are other numbers with the same softmax: q gets a channel of `offset`, k one of 1."""
+    q, k, v, dy = ALL
+    wide = [np.concatenate([a, np.full((*a.shape[:3], 1), c)], axis=3) for a, c in ((q, offset), (k, 1.0), (v, 0.0), (dy, 0.0))]
+    y, dq, dk, dv = both(blockwise_attention, *wide, mask=CAUSAL, scale=0.5, block_q=2, block_k=3)
+    assert_same([a[..., :K] for a in (y, dq, dk, dv)], both(attention, *ALL, mask=CAUSAL, scale=0.5), scale=abs(offset))
+
+
+def test_a_later_block_with_a_larger_score_takes_over():
+    """By hand: scores 0 and ln 3, one key to a block, in both orders."""
+    for order in ((0, 1), (1, 0)):
+        k, v = np.array([0, np.log(3)])[list(order)].reshape(1, 1, 2, 1), np.array([4.0, 8.0])[list(order)].reshape(1, 1, 2, 1)
+        y, _ = blockwise_attention.array(np.ones((1, 1, 1, 1)), k, v, scale=1.0, block_k=1)
+        assert y.ravel() == pytest.approx([0.25 * 4 + 0.75 * 8])
+
+
+def test_meeting_no_key_changes_nothing():
+    q, k, v, _ = ALL
+    part, seen = Partial.nothing(q, k), sight(CAUSAL, T, S)
+    attend(part, by_group(q, k), shared(k), shared(v), seen, Blocks(2, 3))
+    before = [a.copy() for a in (part.out, part.total, part.top)]
+    later = Sight(CAUSAL, np.arange(T), np.arange(S) + 100)
+    part.add(slice(None), np.full((B, G, H // G, S, T), -np.inf), shared(v))
+    attend(part, by_group(q, k), shared(k), shared(v), later, Blocks(2, 3))
+    assert all(np.array_equal(a, b) for a, b in zip(before, (part.out, part.total, part.top)))
+    y, lse = Partial.nothing(q, k).finished()
+    assert not y.any() and (lse == -np.inf).all()
+
+
+@pytest.mark.parametrize("n", (8, 64))
+def test_blocks_above_the_diagonal_cost_nothing(n):
+    """Of (n/b)² square blocks (n/b + 1)/2·n/b are left; two products forward and five backward."""
+    q, k, v, dy = (draw(name, (1, 1, n, 4)) for name in "abcd")
+    blocks = n // 4
+    one = 2 * 4 * 4 * 4                                 # FLOPs of a product of a block
+    with Count() as count:
+        _, vjp = blockwise_attention.array(q, k, v, mask=CAUSAL, block_q=4, block_k=4)
+        forward = sum(count.flops.values())
+        vjp(dy)
+    assert forward == 2 * one * blocks * (blocks + 1) / 2
+    assert sum(count.flops.values()) - forward == 5 * one * blocks * (blocks + 1) / 2
+
+
+def test_blocks_outside_a_window_or_between_documents_cost_nothing():
+    q, k, v, _ = (draw(name, (1, 1, 64, 4)) for name in "abcd")
+    documents = np.repeat(np.arange(8), 8)[None]
+
+    def blocks(*others, **static):
+        with Count() as count:
+            blockwise_attention.array(q, k, v, *others, block_q=8, block_k=8, **static)
+        return sum(count.flops.values()) / (2 * 2 * 8 * 8 * 4)
+    assert blocks(mask=Mask(causal=True, window=9)) == 8 + 7            # the own block and the one before
+    assert blocks(documents, documents) == blocks(documents, documents, mask=CAUSAL) == 8
+    assert blocks() == 64
+
+
+def test_what_is_kept_grows_as_the_number_of_queries():
+    """q, k, v, y and lse; the matrix of scores would be 64 times as large as q."""
+    for n in (64, 256):
+        q, k, v = (draw(name, (1, 2, n, 4)) for name in "qkv")
+        kept = residuals(blockwise_attention.array(q, k, v, mask=CAUSAL)[1])
+        assert sum(a.size for a in kept.values()) == 4 * q.size + 2 * n
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.booleans(), st.none() | st.integers(1, 12), st.integers(0, 12), st.lists(st.integers(0, 15), max_size=6),
+       st.lists(st.integers(0, 15), max_size=6))
+def test_a_block_is_answered_by_its_ends_as_by_each_pair(causal, window, prefix, queries, keys):
+    mask = Mask(causal, window, prefix if causal else 0)
+    i, j = np.array(queries, int)[:, None], np.array(keys, int)[None, :]
+    right = np.ones((len(queries), len(keys)), bool)
+    right &= j <= i if causal else True
+    right &= i - j < window if window else True
+    right &= j - i < window if window and not causal else True
+    right |= j < mask.prefix
+    answer = mask.block(np.array(queries, int), np.array(keys, int))
+    assert np.array_equal(np.broadcast_to(answer, right.shape), right)
+    assert answer is True if right.all() else isinstance(answer, np.ndarray) == bool(right.any())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.lists(st.integers(0, 3), min_size=1, max_size=8),
+       st.integers(1, 3), st.integers(1, 3))
+def test_documents_are_told_apart_in_any_block(queries, keys, block_q, block_k):
+    q, k = np.array([queries, queries[::-1]]), np.array([keys, keys])
+    seen = Sight(Mask(), np.arange(len(queries)), np.arange(len(keys)), q, k)
+    found = np.zeros((2, len(queries), len(keys)), bool)
+    for i, j, view in Blocks(block_q, block_k).visible(seen):
+        found[:, i, j] = view
+    assert np.array_equal(found, q[:, :, None] == k[:, None, :])
+
+
+def test_bad_blocks_and_positions_are_refused():
+    q, k, v, _ = ALL
+    for name in ("block_q", "block_k"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+            blockwise_attention.array(q, k, v, **{name: 0})
+    for op in (attention, blockwise_attention):
+        with pytest.raises(ValueError, match="positions of the queries and of the keys are given together"):
+            op.array(q, k, v, None, None, np.arange(T))
+        with pytest.raises(ValueError, match=r"positions\[3\] must be \[11\]"):
+            op.array(q, k, v, None, None, np.arange(T), np.arange(3))
