@@ -1,7 +1,8 @@
 """What a collective may be given, and how ranks describe to one another what they give."""
+from contextlib import contextmanager
 from functools import lru_cache, wraps
 from operator import index
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Iterable, Iterator, NoReturn, Sequence
 
 import numpy as np
 
@@ -24,13 +25,27 @@ def collective(method: Callable) -> Any:
         try:
             return method(self, *args, **kwargs)
         except (TypeError, ValueError) as error:
-            sentence = f"{method.__name__} over {self.name}: {error}"
-            try:
-                self.agree(sentence, patience=2.0)
-            except CommError as shared:
-                raise shared from None
-            raise type(error)(sentence) from None
+            refuse(self, method.__name__, error)
     return call
+
+
+def refuse(comm: Any, name: str, error: Exception) -> NoReturn:
+    """Raise the error on every rank: those that found nothing wrong go on to something else, which is then a CommError."""
+    sentence = f"{name} over {comm.name}: {error}"
+    try:
+        comm.agree(sentence, patience=2.0)
+    except CommError as shared:
+        raise shared from None
+    raise type(error)(sentence) from None
+
+
+@contextmanager
+def refused_by_all(comm: Any, name: str) -> Iterator[None]:
+    """For an op of several collectives: wrong arguments are an error on every rank before the first of them."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        refuse(comm, name, error)
 
 
 @lru_cache

@@ -23,7 +23,8 @@ from refimpl.rng import draw24, stream
 
 NEAREST = math.sqrt(0.5)
 # Ops that round what they compute inside, before numbers cancel: as if their arguments were off by a unit.
-STAGED = ("attention", "layer_norm", "rms_norm", "cross_entropy", "vocab_parallel_cross_entropy")
+STAGED = ("attention", "blockwise_attention", "ring_attention", "all_to_all_attention", "layer_norm", "rms_norm",
+          "cross_entropy", "vocab_parallel_cross_entropy")
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,12 @@ class Rounding(Frame):
             y, _ = run(*arrays, **static)
             return self.round(y, self.wide) if op.name == "adamw" else y, None      # float32 masters and moments
         staged, loss = op.name in STAGED, "cross_entropy" in op.name
-        before, self.inside = self.inside, self.fmt if op.name == "attention" else self.wide
+        before, self.inside = self.inside, self.fmt if op.name.endswith("attention") else self.wide
         y, vjp = run(*(self.moved(a) for a in arrays) if staged else arrays, **static)
         self.inside = before
 
         def rounded_vjp(*dy: Any) -> Any:
-            self.inside = self.fmt if op.name == "attention" else self.wide
+            self.inside = self.fmt if op.name.endswith("attention") else self.wide
             return self.round(vjp(*(self.moved(d) for d in dy) if staged else dy))
         if loss:
             return (np.array(self.total(float(y[0]), arrays[1].size)), *y[1:]), rounded_vjp

@@ -21,7 +21,7 @@ import numpy as np
 
 from refimpl.autograd import REGISTRY
 from refimpl.autograd.op import call
-from refimpl.cases import CASES, COLLECTIVES, EXACT, VOCABULARY, Case, edge_cases
+from refimpl.cases import CASES, EXACT, ON_RANKS, Case, edge_cases
 from refimpl.cases.edges import CALLS
 from refimpl.comm import Comm, Mesh, run_threads
 from refimpl.golden.bundle import write
@@ -70,7 +70,7 @@ def op_cases() -> Iterator[OpCase]:
                         rounding.exact = True           # sums of these round nothing, either
                     return values_of(f"{suite}/{name}/{case.name}", name, case.arrays, case.static, rounding)
                 yield OpCase(suite, name, case.name, case.static, run)
-    for name, rows in (COLLECTIVES | VOCABULARY).items():
+    for name, rows in ON_RANKS.items():
         for row in rows:
             for n in SIZES:
                 def run_on_ranks(rounding, name=name, row=row, n=n):

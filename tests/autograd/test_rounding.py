@@ -12,7 +12,7 @@ from device import double
 from refimpl import ops
 from refimpl.array import to_host
 from refimpl.autograd import REGISTRY, Record, Round, Tensor, bfloat16, call, recompute, seam, stack, value_and_grad
-from refimpl.cases import CASES, COLLECTIVES, VOCABULARY
+from refimpl.cases import CASES, ON_RANKS
 from refimpl.check.tools import cast, cotangents, is_array
 from refimpl.comm import Comm
 from refimpl.parallel import reduce_from
@@ -153,11 +153,11 @@ def test_outputs_and_cotangents_of_every_op_are_rounded(name):
     assert any(changed), name
 
 
-@pytest.mark.parametrize("name", sorted({**COLLECTIVES, **VOCABULARY}))
+@pytest.mark.parametrize("name", sorted(ON_RANKS))
 def test_collectives_are_rounded_after_the_sum(ranks, name):
     """Also of numbers that are no bfloat16 ones: rounded before, the sum would be another."""
     def check(comm: Comm):
-        for case in {**COLLECTIVES, **VOCABULARY}[name]:
+        for case in ON_RANKS[name]:
             arrays, static = case.arguments(comm, "float32")
             y, _ = REGISTRY[name].array(*arrays, comm=comm, **static)
             dy = [np.ones(a.shape, np.float32) * np.float32(0.1) if a.dtype.kind == "f" else np.zeros_like(a)

@@ -4,7 +4,7 @@ import pytest
 
 from refimpl.autograd import REGISTRY
 from refimpl.autograd.op import call
-from refimpl.cases import COLLECTIVES, VOCABULARY
+from refimpl.cases import ON_RANKS
 from refimpl.golden.bundle import read
 from refimpl.golden.check import check, counts
 from refimpl.golden.emulate import FORMATS, Rounding
@@ -30,7 +30,7 @@ def test_every_op_and_collective_has_cases(bundle):
     parts = {tuple(key.split("/")[:2]) for key in bundle.entries}           # (suite, op)
     ours = {name for name, op in REGISTRY.items() if op.__module__.startswith("refimpl.")}
     assert {op for suite, op in parts if suite in ("ops", "collectives")} == ours
-    assert {op for suite, op in parts if suite == "collectives"} == set(COLLECTIVES) | set(VOCABULARY)
+    assert {op for suite, op in parts if suite == "collectives"} == set(ON_RANKS)
     assert len([p for p in parts if p[0] == "edges"]) > 40 and len([p for p in parts if p[0] == "exact"]) > 25
     assert SIZES == (2, 3)
 

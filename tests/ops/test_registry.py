@@ -11,11 +11,10 @@ import pytest
 import refimpl.parallel
 from refimpl import array
 from refimpl.autograd import REGISTRY, Op, op
-from refimpl.cases import CASES, COLLECTIVES, VOCABULARY, unchecked
+from refimpl.cases import CASES, COLLECTIVES, ON_RANKS, unchecked
 from refimpl.check import check_adjoint, check_op, check_vjp
 from refimpl.rng import draw
 
-ON_RANKS = {**COLLECTIVES, **VOCABULARY}
 ALL_CASES = [pytest.param(REGISTRY[name], case, id=f"{name}-{case.name}") for name, cases in CASES.items() for case in cases]
 FLOAT_ARGUMENTS = [pytest.param(REGISTRY[name], k, id=f"{name}-{k}") for name, cases in CASES.items()
                    if not REGISTRY[name].surrogate          # these are worked by hand in test_shaping.py

@@ -22,7 +22,7 @@ import torch
 import refimpl
 from refimpl import ops
 from refimpl.autograd import REGISTRY
-from refimpl.cases import CASES, COLLECTIVES, VOCABULARY, Case
+from refimpl.cases import CASES, ON_RANKS, Case
 from refimpl.check.tools import EXACT, JITTER, cast, compare, cotangents, evaluate, floats, is_array, is_float, largest, pull
 from refimpl.rng import GOLDEN_GAMMA, MASK, draw, mix64
 
@@ -150,7 +150,7 @@ TORCH = {
     "dropout": dropout,
 }
 WITHOUT = {name: "a collective: what it computes needs several ranks; tests/ops and tests/parallel check it on all of them"
-           for name in {**COLLECTIVES, **VOCABULARY}}
+           for name in ON_RANKS}
 MORE = {                                                # corners on which torch is worth asking
     "max": [Case("ties", (np.array([[3.0, 1, 3, 3], [2, 2, 2, 2]]),), {"axis": 1}), Case("ties of all", (np.ones((2, 3)),))],
     "relu": [Case("at zero", (np.array([0.0, -0.0, 1.0]),))],
