@@ -62,9 +62,15 @@ class Ranks:
             if dp * tp == self.size:
                 yield {"dp": dp, "tp": tp}
 
-    def run_meshes(self, fn: Callable[[Mesh], object]) -> None:
-        """`fn(mesh)` on every rank of every dp x tp."""
-        for dims in self.meshes():
+    def cut_meshes(self) -> Iterator[dict[str, int]]:
+        """Every dp x cp x tp that these ranks can form and that cuts sequences: cp > 1."""
+        for dp, cp, tp in itertools.product(range(1, self.size + 1), range(2, self.size + 1), range(1, self.size + 1)):
+            if dp * cp * tp == self.size:
+                yield {"dp": dp, "cp": cp, "tp": tp}
+
+    def run_meshes(self, fn: Callable[[Mesh], object], cut: bool = False) -> None:
+        """`fn(mesh)` on every rank of every dp x tp; with `cut`, of every mesh that cuts sequences."""
+        for dims in self.cut_meshes() if cut else self.meshes():
             self.run(lambda comm: fn(Mesh(**dims, comm=comm)))
 
 

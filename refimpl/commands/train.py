@@ -30,6 +30,7 @@ from refimpl.models import Config
 from refimpl.models.config import BIASED, CHOICES
 from refimpl.models.placements import count
 from refimpl.ops.rope import PAIRINGS
+from refimpl.parallel import ATTENTIONS, LAYOUTS
 from refimpl.text import ByteTokenizer, Tokenizer, make_tokenizer, open_tokens, read_text, standard_library, tokenizer_from
 from refimpl.train import Data, Options, Result, Sampling, Trainer, latest
 from refimpl.train.adamw import GROUPS
@@ -63,6 +64,8 @@ HELP = {
         "clip": "largest norm of the gradient: a larger one is scaled down to it, 0: none is",
         "seed": "of the initial weights, the samples and dropout", "dtype": f"{', '.join(DTYPES)} (emulated)",
         "device": "numpy, or cupy: one GPU per local rank",
+        "attention": f"how queries meet keys: {', '.join(ATTENTIONS)}",
+        "layout": f"how a sequence is cut over the cp ranks: {', '.join(LAYOUTS)}",
         "zero": "ZeRO-1: each dp rank keeps its share of the optimizer's state only",
         "validation": "share of the text, from its end, that is not learnt from but judged by (one sample at least)",
         "eval_every": "steps between two evaluations, 0: at the end", "eval_batches": "batches of an evaluation",

@@ -4,15 +4,15 @@ from typing import Mapping
 import numpy as np
 
 from refimpl.array import to_host
-from refimpl.autograd import Params, Tensor
+from refimpl.autograd import Layout, Params, Tensor
 from refimpl.comm import Mesh
-from refimpl.models import Config, Context, decoder
+from refimpl.models import Config, Context, Plan, decoder
 from refimpl.rng import draw24, stream
 
 
 def sample(params: Mapping[str, Tensor], prompt: np.ndarray, n: int, cfg: Config, mesh: Mesh, temperature: float = 1.0,
-           seed: int = 0) -> np.ndarray:
-    """`prompt` int[T], T ≥ 1, and `n` tokens more.  The same on every rank and every mesh.
+           seed: int = 0, plan: Plan = Plan()) -> np.ndarray:
+    """`prompt` int[T], T ≥ 1, and `n` tokens more.  The same on every rank and every mesh; cp ranks share the positions.
 
     Each token is drawn from softmax(logits / temperature) by a hash of (seed, its position); temperature 0 takes the
     largest logit.  The model sees the last max_seq_len tokens.
@@ -22,8 +22,7 @@ def sample(params: Mapping[str, Tensor], prompt: np.ndarray, n: int, cfg: Config
         raise ValueError(f"sample needs at least one token of prompt and temperature ≥ 0, got {tokens.shape} and {temperature}")
     for i in range(len(tokens), len(tokens) + n):
         seen = tokens[-cfg.max_seq_len:]
-        ctx = Context(mesh, np.zeros(1, np.int64), np.arange(len(seen)))
-        logits = to_host(decoder.forward(Tensor(seen[None]), Params(params), cfg, ctx).array[0, -1]).astype("float64")
+        logits = last_logits(params, seen, cfg, Context.over(mesh, np.zeros(1, np.int64), len(seen), plan))
         if temperature == 0:
             choice = int(np.argmax(logits))
         else:
@@ -32,3 +31,13 @@ def sample(params: Mapping[str, Tensor], prompt: np.ndarray, n: int, cfg: Config
             choice = min(int(np.searchsorted(np.cumsum(e), u * e.sum(), side="right")), cfg.vocab_size - 1)
         tokens = np.append(tokens, choice)
     return tokens
+
+
+def last_logits(params: Mapping[str, Tensor], seen: np.ndarray, cfg: Config, ctx: Context) -> np.ndarray:
+    """float64[vocab_size], on every rank, though one cp rank alone has the last position."""
+    tokens, cp = Tensor(ctx.own(seen[None]), Layout(frozenset({"cp"}))), ctx.mesh.cp
+    logits = to_host(decoder.forward(tokens, Params(params), cfg, ctx).array[0]).astype("float64")
+    last = len(seen) - 1
+    root = next(r for r in range(cp.size) if last in ctx.sequence.positions(r, cp.size))
+    mine = logits[ctx.positions == last] if cp.rank == root else np.zeros((1, cfg.vocab_size))
+    return cp.broadcast(mine, root)[0]

@@ -2,10 +2,11 @@
 equal_bits.py."""
 from refimpl.models import decoder
 from refimpl.models.config import Config
-from refimpl.models.context import Context
+from refimpl.models.context import Context, Plan
 from refimpl.models.equal_bits import EqualBits
 from refimpl.models.init import init
 from refimpl.models.placements import count, parameters, placements
 from refimpl.models.presets import GPT2_SMALL, PRESETS
 
-__all__ = ["Config", "Context", "EqualBits", "GPT2_SMALL", "PRESETS", "count", "decoder", "init", "parameters", "placements"]
+__all__ = ["Config", "Context", "EqualBits", "GPT2_SMALL", "PRESETS", "Plan", "count", "decoder", "init", "parameters",
+           "placements"]

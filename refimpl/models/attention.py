@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from refimpl import ops
+from refimpl import parallel
 from refimpl.autograd import Params, Tensor, scoped
 from refimpl.models.config import Config
 from refimpl.models.context import Context, drop
@@ -33,7 +33,8 @@ def attention(x: Tensor, p: Params, cfg: Config, ctx: Context, state: Any = None
     q, k, v = (split_heads(column_parallel_linear(x, p[f"{n}.w"], p.get(f"{n}.b")), cfg) for n in "qkv")
     q, k = placed(q, p / "q_norm", cfg, ctx), placed(k, p / "k_norm", cfg, ctx)     # (B, H/tp, T, K), (B, G/tp, T, K)
     k, v = grouped(k, cfg, ctx), grouped(v, cfg, ctx)
-    y = merge_heads(ops.attention(q, k, v, mask=ctx.mask))                          # (B, T, H/tp·K)
+    y = parallel.attention(q, k, v, ctx.mesh.cp, ctx.sequence, ctx.mask, ctx.plan.attention)
+    y = merge_heads(y)                                                              # (B, T, H/tp·K)
     y = reduce_from(row_parallel_linear(y, p["o.w"]), comm=ctx.mesh.tp)             # g: all_reduce | identity
     y = y + p["o.b"] if "o.b" in p else y                                           # the bias once, after g
     return drop(y, p, cfg, ctx), state, {}

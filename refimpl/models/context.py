@@ -1,5 +1,6 @@
 """What a model is told about one call besides its parameters: the mesh, which samples and positions, and the dropout stream."""
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -7,18 +8,56 @@ from refimpl.autograd import Params, Tensor
 from refimpl.comm import Mesh
 from refimpl.models.config import Config
 from refimpl.ops import CAUSAL, Mask, dropout
+from refimpl.parallel import ATTENTIONS, LAYOUTS, SequenceLayout
 from refimpl.rng import stream
 
 
 @dataclass(frozen=True)
+class Plan:
+    """How a run treats long sequences; no way changes a number, but for rounding.  Error: ValueError for an unknown name.
+
+    attention  how queries meet keys, of ATTENTIONS (parallel/attention.py)
+    layout     how a sequence is cut over the cp ranks, of LAYOUTS (parallel/sequence.py)
+    """
+    attention: str = "naive"
+    layout: str = "contiguous"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("attention", ATTENTIONS), ("layout", LAYOUTS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True)
 class Context:
-    """rows int[B]: global sample numbers; positions int[T]: global positions; step None: no dropout."""
+    """rows int[B]: global sample numbers; positions int[T]: this rank's global positions; step None: no dropout.
+
+    sequence  how the whole sequence is cut over cp; None where each rank has all of it.  `Context.over` sets both
+    """
     mesh: Mesh
     rows: np.ndarray
     positions: np.ndarray
     mask: Mask = CAUSAL
     seed: int = 0
     step: int | None = None
+    sequence: SequenceLayout = field(default=None)      # type: ignore[assignment]
+    plan: Plan = Plan()
+
+    def __post_init__(self) -> None:
+        if self.sequence is None:
+            if self.mesh.cp.size > 1:
+                raise ValueError(f"the mesh {self.mesh} cuts sequences: Context.over says how")
+            object.__setattr__(self, "sequence", SequenceLayout("contiguous", len(self.positions)))
+
+    @classmethod
+    def over(cls, mesh: Mesh, rows: np.ndarray, length: int, plan: Plan = Plan(), **others: Any) -> "Context":
+        """Of sequences of `length` positions, of which this rank has those that the plan's layout gives it."""
+        sequence = SequenceLayout(plan.layout, length)
+        return cls(mesh, rows, sequence.positions(mesh.cp.rank, mesh.cp.size), sequence=sequence, plan=plan, **others)
+
+    def own(self, a: np.ndarray) -> np.ndarray:
+        """This rank's positions of a[B, T]: tokens, or targets that have been shifted already."""
+        return self.sequence.own(a, self.mesh.cp)
 
     def within(self, window: int | None) -> "Context":
         """The same, for a layer whose queries see `window` keys (None: all that the mask shows)."""

@@ -51,8 +51,8 @@ def head(x: Tensor, p: Params, cfg: Config, ctx: Context) -> Tensor:
 
 def logits(tokens: Tensor, p: Params, cfg: Config, ctx: Context) -> Tensor:
     """tokens int[B, T] -> logits[B, T, V/tp], each rank's own words.  Error: ValueError where T exceeds max_seq_len."""
-    if tokens.shape[1] > cfg.max_seq_len:
-        raise ValueError(f"{tokens.shape[1]} positions, the model has max_seq_len {cfg.max_seq_len}")
+    if ctx.sequence.length > cfg.max_seq_len:
+        raise ValueError(f"{ctx.sequence.length} positions, the model has max_seq_len {cfg.max_seq_len}")
     x = embed(tokens, p, cfg, ctx)
     for i in range(cfg.n_layers):
         x = block(x, p / f"layers.{i}", cfg, ctx.within(cfg.window(i)))

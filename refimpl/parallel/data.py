@@ -111,5 +111,5 @@ def divide_by_count(grads: Mapping[str, Tensor], count: int) -> dict[str, Tensor
 
 
 def total_over(mesh: Mesh, *values: float) -> list[float]:
-    """The sums of some numbers over the ranks that hold different samples."""
-    return mesh.comm("dp").all_reduce(np.array(values, np.float64)).tolist()
+    """The sums of some numbers over the ranks that hold different samples or positions."""
+    return mesh.comm(*mesh.wide(("dp", "cp"))).all_reduce(np.array(values, np.float64)).tolist()

@@ -3,8 +3,6 @@ import math
 from dataclasses import dataclass
 from typing import Mapping
 
-import numpy as np
-
 from refimpl.autograd import Params, Tensor
 from refimpl.comm import Mesh
 from refimpl.models import Config, Context, decoder
@@ -35,9 +33,10 @@ def evaluate(params: Mapping[str, Tensor], data: Data, cfg: Config, mesh: Mesh, 
     nats = tokens = size = 0.0
     for k in range(options.eval_batches):
         for batch in sampler.step(k, options.batch_size, 1, mesh):
-            ctx = Context(mesh, batch.rows, np.arange(options.seq_len))
-            total, count = decoder.loss(Tensor(batch.tokens, OVER_SAMPLES), batch.targets, Params(params), cfg, ctx)
+            ctx = Context.over(mesh, batch.rows, options.seq_len, options.plan)
+            targets = ctx.own(batch.targets)
+            total, count = decoder.loss(Tensor(ctx.own(batch.tokens), OVER_SAMPLES), targets, Params(params), cfg, ctx)
             nats, tokens = nats + float(total), tokens + float(count)
-            size += float(data.tokenizer.lengths[batch.targets].sum()) if data.tokenizer else 0.0
+            size += float(data.tokenizer.lengths[targets].sum()) if data.tokenizer else 0.0
     nats, tokens, size = total_over(mesh, nats, tokens, size)
     return Evaluation(nats / tokens, nats / (math.log(2) * size) if size else None)

@@ -54,9 +54,6 @@ class Trainer:
 
     def __init__(self, data: Data, cfg: Config, options: Options, mesh: Mesh, out: Path | None = None,
                  sampling: Sampling | None = None) -> None:
-        if mesh.cp.size > 1:
-            raise ValueError(f"training does not cut the sequence yet, so the ranks of cp={mesh.cp.size} would all do the "
-                             "same: use dp and tp")
         self.data, self.cfg, self.options, self.mesh, self.out, self.sampling = data, cfg, options, mesh, out, sampling
         self.sampler = Sampler(data.train, options.seq_len, options.seed)
         if len(data.validation):
@@ -122,7 +119,7 @@ class Trainer:
         mesh.ledger.clear()
         batches = self.sampler.step(step, o.batch_size, o.accumulate, mesh)
         with self.computing() as weights:
-            g = gradients(weights, batches, self.cfg, mesh, o.seed, step, RowReduction if o.zero else Reduction)
+            g = gradients(weights, batches, self.cfg, mesh, o.seed, step, RowReduction if o.zero else Reduction, o.plan)
         row, grads = {"loss": g.loss}, g.grads
         self.require_number("loss", g.loss, step)
         if o.clip:
@@ -170,7 +167,8 @@ class Trainer:
     def draw_sample(self, step: int, how: Sampling, last: bool) -> None:
         tokens, tokenizer = self.prompt(how)
         with self.computing() as weights:
-            tokens = sample(weights, tokens, how.sample, self.cfg, self.mesh, how.temperature, self.options.seed)
+            tokens = sample(weights, tokens, how.sample, self.cfg, self.mesh, how.temperature, self.options.seed,
+                            self.options.plan)
         self.report.sample(step + 1, tokenizer.decode(tokens), last)
 
     def prompt(self, how: Sampling) -> tuple[np.ndarray, Tokenizer]:

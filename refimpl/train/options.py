@@ -3,6 +3,7 @@ import math
 from dataclasses import dataclass
 
 from refimpl.array import FLOATS
+from refimpl.models import Plan
 from refimpl.train.adamw import GROUPS
 from refimpl.train.schedule import SCHEDULES
 
@@ -29,6 +30,7 @@ class Options:
     merged          rank 0 writes the whole checkpoint, instead of each rank its part
     seed            of the initial weights, the samples and dropout
     device          numpy, or cupy: one GPU per local rank
+    attention       how queries meet keys, and layout, how sequences are cut over the cp ranks: see models/context.py
     check_replicas  steps between two checks that ranks hold the same copies of parameters; 0: never
     """
     steps: int = 60
@@ -47,6 +49,8 @@ class Options:
     seed: int = 0
     dtype: str = "float64"
     device: str = "numpy"
+    attention: str = "naive"
+    layout: str = "contiguous"
     zero: bool = False
     validation: float = 0.05
     eval_every: int = 0
@@ -79,8 +83,13 @@ class Options:
         for group in self.decay:
             if group not in GROUPS:
                 raise ValueError(f"decay must list some of {', '.join(GROUPS)}, got {group!r}")
+        self.plan                                       # whose names are right, or said now
         if self.patience and not (self.eval_every and self.validation):
             raise ValueError("patience needs evaluations: set eval_every, and validation, too")
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(self.attention, self.layout)
 
     @property
     def array_dtype(self) -> str:

@@ -2,15 +2,13 @@
 from dataclasses import dataclass
 from typing import Iterable, Mapping
 
-import numpy as np
-
 from refimpl.autograd import Layout, Params, Tensor, value_and_grad
 from refimpl.comm import Mesh
-from refimpl.models import Config, Context, decoder, placements
+from refimpl.models import Config, Context, Plan, decoder, placements
 from refimpl.parallel import Reduction, divide_by_count, total_over
 from refimpl.train.data import Batch
 
-OVER_SAMPLES = Layout(frozenset({"dp"}))
+OVER_SAMPLES = Layout(frozenset({"dp", "cp"}))          # ranks that have samples, or positions, of their own
 
 
 @dataclass(frozen=True)
@@ -22,8 +20,10 @@ class Gradients:
 
 
 def gradients(params: Mapping[str, Tensor], batches: Iterable[Batch], cfg: Config, mesh: Mesh, seed: int = 0,
-              step: int | None = None, reduction: type[Reduction] = Reduction) -> Gradients:
+              step: int | None = None, reduction: type[Reduction] = Reduction, plan: Plan = Plan()) -> Gradients:
     """Loss and gradient of a whole batch, equal on every mesh.  `step` None: without dropout.
+
+    Each cp rank is given whole sequences, and takes its own positions of them.
 
     `Reduction` sums gradients over ranks while the last micro-batch's backward pass goes on; `RowReduction` gives a rank its
     rows of the sums.
@@ -33,11 +33,11 @@ def gradients(params: Mapping[str, Tensor], batches: Iterable[Batch], cfg: Confi
     if not micro_batches:
         raise ValueError("a step needs one micro-batch at least, got none")
     for batch in micro_batches:
-        ctx = Context(mesh, batch.rows, np.arange(batch.tokens.shape[1]), seed=seed, step=step)
-        tokens = Tensor(batch.tokens, OVER_SAMPLES)
+        ctx = Context.over(mesh, batch.rows, batch.tokens.shape[1], plan, seed=seed, step=step)
+        tokens, targets = Tensor(ctx.own(batch.tokens), OVER_SAMPLES), ctx.own(batch.targets)
 
         def loss(p: Params) -> tuple[Tensor, Tensor]:
-            return decoder.loss(tokens, batch.targets, p, cfg, ctx)
+            return decoder.loss(tokens, targets, p, cfg, ctx)
         if batch is micro_batches[-1]:
             sums = reduction(mesh, table, before=grads)
             (part, valid), _ = value_and_grad(loss, params, on_leaf=sums.add)

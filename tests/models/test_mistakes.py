@@ -175,7 +175,7 @@ CUTS = {
     "the bias of up whole": Mistake("mlp.up.w is cut by columns over tp, its bias is not: each rank needs those of its own", (),
                                     ((f"{MLP}.up.b", None),)),
     "a whole value to a matrix cut by rows": Mistake("attn.o.w is cut by rows over tp, so x must be cut by columns there", (
-        ("attention", "y = merge_heads(ops.attention(q, k, v, mask=ctx.mask))", "y = x"),)),
+        ("attention", "y = merge_heads(y)", "y = x"),)),
 }
 ALONG_A_CUT = {
     "rms_norm of the hidden units": Mistake(ALONG.format("rms_norm", 2, "an activation"), (

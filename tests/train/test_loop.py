@@ -71,14 +71,6 @@ def test_results_that_rank_0_cannot_write_are_an_error_of_every_rank_before_the_
     ranks.run(check)
 
 
-def test_a_mesh_that_cuts_the_sequence_is_refused(ranks):
-    def check(comm):
-        if comm.size > 1:
-            with pytest.raises(ValueError, match=f"training does not cut the sequence yet, .* cp={comm.size} .* use dp and tp"):
-                train(CORPUS, CFG, OPTIONS, Mesh(cp=comm.size, comm=comm))
-    ranks.run(check)
-
-
 def test_training_learns_a_periodic_text():
     # with a period of 5 every token follows from the one before: the loss must go from ln V to nearly 0
     result = train(Data(np.arange(200) % 5), CFG, Options(steps=120, batch_size=4, seq_len=6, lr=1e-2), Mesh())

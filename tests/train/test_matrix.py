@@ -2,7 +2,7 @@
 
 Every option of Config is in at least one model.  Every model is trained for three steps on every mesh, with dropout or without,
 in one micro-batch or three: in turn, so that each model has all four on some meshes.  The optimizer's state is whole, or each
-dp rank has that of its rows (ZeRO-1).
+dp rank has that of its rows (ZeRO-1).  Where cp cuts sequences, the ways to attend and the layouts take turns as well.
 """
 import functools
 from dataclasses import fields
@@ -13,9 +13,9 @@ import pytest
 from refimpl.autograd import Record
 from refimpl.comm import Mesh, shares
 from refimpl.comm.paper import paper_mesh
-from refimpl.models import Config, parameters, placements
+from refimpl.models import Config, Plan, parameters, placements
 from refimpl.models.config import BIASED, CHOICES
-from refimpl.parallel import Reduction, RowReduction, check_replicas, clip, gather, gather_rows, gradient_norm, shard
+from refimpl.parallel import ATTENTIONS, LAYOUTS, Reduction, RowReduction, check_replicas, clip, gather, gather_rows, gradient_norm, shard
 from refimpl.train import AdamW, Batch, State, gradients
 
 B, T, V = 7, 6, 13                                      # on 8 dp ranks some have no sample
@@ -37,6 +37,7 @@ MODELS = {
     "norms of q and k": {"qk_norm": True, "ffn": "geglu_erf", "positions": "rope", "head_dim": 4, "biases": ("norm",)},
     "norms without bias": {"qk_norm": True, "ffn": "gelu_tanh", "biases": ("qkv", "mlp", "head")},
 }
+PLANS = [Plan(attention, layout) for attention in ATTENTIONS for layout in LAYOUTS]
 VARIANTS = [(rate, accumulate) for accumulate in (1, 3) for rate in (0.0, 0.25)]       # dropout, micro-batches of a step
 
 
@@ -82,7 +83,7 @@ def batches(mesh, accumulate):
         first += size
 
 
-def three_steps(name, mesh, dropout, accumulate, zero=False):
+def three_steps(name, mesh, dropout, accumulate, zero=False, plan=Plan()):
     """Of each step: the loss, the count, the norm of the gradient and the global gradient; and the global parameters after."""
     cfg = config(name, dropout)
     table = placements(cfg, mesh)
@@ -90,7 +91,7 @@ def three_steps(name, mesh, dropout, accumulate, zero=False):
     state, reduction = State(cfg, mesh, params, optimizer, zero), RowReduction if zero else Reduction
     for step in range(STEPS):
         check_replicas(state.params, table, mesh)
-        g = gradients(state.params, batches(mesh, accumulate), cfg, mesh, seed=7, step=step, reduction=reduction)
+        g = gradients(state.params, batches(mesh, accumulate), cfg, mesh, seed=7, step=step, reduction=reduction, plan=plan)
         norm = gradient_norm(g.grads, state.optimizer_table, mesh)
         state.update(clip(g.grads, norm, CLIP))
         whole = gather_rows(g.grads, state.params, mesh) if zero else g.grads
@@ -120,9 +121,20 @@ def close(got, want, scale):
     return np.abs(np.asarray(got) - want).max(initial=0) <= 1e-12 * scale
 
 
+def plan_of(name, mesh):
+    """T is 6, so some of more than 6 cp ranks have no position."""
+    return PLANS[(5 * list(MODELS).index(name) + mesh.dp.size + 3 * mesh.cp.size + 2 * mesh.tp.size) % len(PLANS)]
+
+
+def test_every_plan_is_used():
+    meshes = [paper_mesh(f"dp={dp},cp={cp},tp={tp}") for dp in (1, 2) for cp in (2, 4) for tp in (1, 2) if dp * cp * tp <= 4]
+    assert {plan_of(name, mesh) for name in MODELS for mesh in meshes} == set(PLANS)
+
+
+@pytest.mark.parametrize("cut", (False, True), ids=("whole sequences", "cut sequences"))
 @pytest.mark.parametrize("zero", (False, True), ids=("whole state", "rows of the state"))
 @pytest.mark.parametrize("name", MODELS)
-def test_three_steps_are_those_of_one_rank_on_every_mesh(ranks, name, zero):
+def test_three_steps_are_those_of_one_rank_on_every_mesh(ranks, name, zero, cut):
     """Losses, gradients and norms within 1e-12 of their scale.  An update is lr·m/(√v + eps), whose error is that of the
     gradient over the gradient itself where that is small."""
     rows = parameters(config(name), SERIAL)
@@ -135,7 +147,7 @@ def test_three_steps_are_those_of_one_rank_on_every_mesh(ranks, name, zero):
         how = variant(name, mesh, zero)
         (steps, after), scales = serial(name, *how), gauge_scales(name, *how)
         smallest = {key: np.min([np.abs(g[key]) * min(1, CLIP / norm) for _, _, norm, g in steps], axis=0) for key in rows}
-        got_steps, got_after = three_steps(name, mesh, *how, zero)
+        got_steps, got_after = three_steps(name, mesh, *how, zero, plan_of(name, mesh) if cut else Plan())
         for (loss, count, norm, grads), (want_loss, want_count, want_norm, want) in zip(got_steps, steps):
             assert count == want_count == B * T - T // 2 - 2 * T
             assert close(loss, want_loss, want_loss) and close(norm, want_norm, want_norm)
@@ -149,7 +161,7 @@ def test_three_steps_are_those_of_one_rank_on_every_mesh(ranks, name, zero):
                 gradient = max(np.abs(grads[key]).max() for _, _, _, grads in steps)
                 allowed = 1e-12 * (np.abs(after[key]).max() + 10 * STEPS * LR * gradient / (smallest[key] + EPS))
                 assert (np.abs(got_after[key] - after[key]) <= allowed).all(), key
-    ranks.run_meshes(check)
+    ranks.run_meshes(check, cut)
 
 
 def test_a_bias_that_all_keys_share_has_no_gradient_and_no_other_parameter_has_none():
