@@ -15,11 +15,11 @@ import numpy as np
 from refimpl import parallel
 from refimpl.autograd import Params, Tensor, scoped
 from refimpl.models.config import Config
-from refimpl.models.context import Context, drop
+from refimpl.models.context import Context, drop, enter, leave
 from refimpl.models.norm import norm
 from refimpl.models.placements import kv_of_head
 from refimpl.ops import gather, reshape, rope, transpose
-from refimpl.parallel import column_parallel_linear, copy_to, reduce_from, row_parallel_linear
+from refimpl.parallel import column_parallel_linear, row_parallel_linear
 
 
 @scoped
@@ -29,13 +29,13 @@ def attention(x: Tensor, p: Params, cfg: Config, ctx: Context, state: Any = None
     Deviation from GPT-2: no dropout on the attention probabilities.
     Reference: Vaswani et al. 2017, section 3.2.2; Shoeybi et al. 2019, figure 3b.  HF GPT2Attention, Megatron SelfAttention
     """
-    x = copy_to(x, comm=ctx.mesh.tp)                                                # f: identity | all_reduce
+    x = enter(x, ctx)                                                               # f: identity | all_reduce
     q, k, v = (split_heads(column_parallel_linear(x, p[f"{n}.w"], p.get(f"{n}.b")), cfg) for n in "qkv")
     q, k = placed(q, p / "q_norm", cfg, ctx), placed(k, p / "k_norm", cfg, ctx)     # (B, H/tp, T, K), (B, G/tp, T, K)
     k, v = grouped(k, cfg, ctx), grouped(v, cfg, ctx)
     y = parallel.attention(q, k, v, ctx.mesh.cp, ctx.sequence, ctx.mask, ctx.plan.attention)
     y = merge_heads(y)                                                              # (B, T, H/tp·K)
-    y = reduce_from(row_parallel_linear(y, p["o.w"]), comm=ctx.mesh.tp)             # g: all_reduce | identity
+    y = leave(row_parallel_linear(y, p["o.w"]), ctx)                                # g: all_reduce | identity
     y = y + p["o.b"] if "o.b" in p else y                                           # the bias once, after g
     return drop(y, p, cfg, ctx), state, {}
 

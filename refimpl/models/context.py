@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 
 from refimpl.autograd import Params, Tensor
-from refimpl.comm import Mesh
+from refimpl.comm import Mesh, shares
 from refimpl.models.config import Config
 from refimpl.ops import CAUSAL, Mask, dropout
-from refimpl.parallel import ATTENTIONS, LAYOUTS, SequenceLayout
+from refimpl.parallel import ATTENTIONS, LAYOUTS, SequenceLayout, all_gather, copy_to, reduce_from, reduce_scatter, share
 from refimpl.rng import stream
 
 
@@ -16,11 +16,13 @@ from refimpl.rng import stream
 class Plan:
     """How a run treats long sequences; no way changes a number, but for rounding.  Error: ValueError for an unknown name.
 
-    attention  how queries meet keys, of ATTENTIONS (parallel/attention.py)
-    layout     how a sequence is cut over the cp ranks, of LAYOUTS (parallel/sequence.py)
+    attention          how queries meet keys, of ATTENTIONS (parallel/attention.py)
+    layout             how a sequence is cut over the cp ranks, of LAYOUTS (parallel/sequence.py)
+    sequence_parallel  tp ranks share the positions between the layers' matrices, too: see `enter` and `leave`
     """
     attention: str = "naive"
     layout: str = "contiguous"
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("attention", ATTENTIONS), ("layout", LAYOUTS)):
@@ -55,6 +57,11 @@ class Context:
         sequence = SequenceLayout(plan.layout, length)
         return cls(mesh, rows, sequence.positions(mesh.cp.rank, mesh.cp.size), sequence=sequence, plan=plan, **others)
 
+    @property
+    def between(self) -> np.ndarray:
+        """The positions that this rank has between the layers' matrices: its share of those of its tp ranks, or all of them."""
+        return self.positions[share(len(self.positions), self.mesh.tp)] if self.plan.sequence_parallel else self.positions
+
     def own(self, a: np.ndarray) -> np.ndarray:
         """This rank's positions of a[B, T]: tokens, or targets that have been shifted already."""
         return self.sequence.own(a, self.mesh.cp)
@@ -65,9 +72,30 @@ class Context:
         return replace(self, mask=replace(self.mask, window=min(windows))) if windows else self
 
 
+def enter(x: Tensor, ctx: Context) -> Tensor:
+    """f: from where tp ranks do the same to where each has columns of its own; x[B, T, D].
+
+                  tensor parallel            and sequence parallel
+    enter (f)     identity | all_reduce      all_gather | reduce_scatter, along T
+    leave (g)     all_reduce | identity      reduce_scatter | all_gather, along T
+
+    In between, with sequence parallelism, each tp rank has its share of the positions: norms, dropout and residual sums are
+    computed once, not tp times, and kept once.  An all_reduce is a reduce_scatter and an all_gather: as much travels.
+    Reference: Korthikanti et al. 2022, section 4.2.2 and figure 5
+    """
+    if not ctx.plan.sequence_parallel:
+        return copy_to(x, comm=ctx.mesh.tp)
+    return all_gather(x, comm=ctx.mesh.tp, axis=1, sizes=shares(len(ctx.positions), ctx.mesh.tp.size))
+
+
+def leave(x: Tensor, ctx: Context) -> Tensor:
+    """g: back again, adding the ranks' parts up."""
+    return reduce_scatter(x, comm=ctx.mesh.tp, axis=1) if ctx.plan.sequence_parallel else reduce_from(x, comm=ctx.mesh.tp)
+
+
 def drop(x: Tensor, p: Params, cfg: Config, ctx: Context) -> Tensor:
     """Dropout of x[B, T, D] by the hash of (seed, step, name, sample, position, channel): the same on every mesh."""
     if ctx.step is None or not cfg.dropout:
         return x
-    return dropout(x, ctx.rows, ctx.positions, np.arange(cfg.d_model), key=stream(ctx.seed, p.full("dropout"), ctx.step),
+    return dropout(x, ctx.rows, ctx.between, np.arange(cfg.d_model), key=stream(ctx.seed, p.full("dropout"), ctx.step),
                    rate=cfg.dropout, shape=(1, cfg.max_seq_len, cfg.d_model))

@@ -10,22 +10,21 @@ import numpy as np
 from refimpl.autograd import Params, Tensor, scoped
 from refimpl.models.attention import attention
 from refimpl.models.config import Config
-from refimpl.models.context import Context, drop
+from refimpl.models.context import Context, drop, enter, leave
 from refimpl.models.mlp import mlp
 from refimpl.models.norm import norm
 from refimpl.ops import embedding, scale, tanh, transpose
-from refimpl.parallel import (column_parallel_linear, copy_to, gather_vocab, reduce_from, vocab_parallel_cross_entropy,
-                              vocab_parallel_embedding)
+from refimpl.parallel import column_parallel_linear, gather_vocab, vocab_parallel_cross_entropy, vocab_parallel_embedding
 
 
 @scoped
 def embed(tokens: Tensor, p: Params, cfg: Config, ctx: Context) -> Tensor:
     """tokens int[B, T] -> x[B, T, D]"""
     x = vocab_parallel_embedding(p["embed.w"], tokens, comm=ctx.mesh.tp, **words(cfg))    # a rank's own words
-    x = reduce_from(x, comm=ctx.mesh.tp)                                            # g: all_reduce | identity
+    x = leave(x, ctx)                                                               # g: all_reduce | identity
     x = scale(x, by=cfg.embed_scale) if cfg.embed_scale != 1 else x
     if cfg.positions == "learned":
-        x = x + embedding(p["positions.w"], ctx.positions)
+        x = x + embedding(p["positions.w"], ctx.between)
     return drop(x, p, cfg, ctx)
 
 
@@ -43,7 +42,7 @@ def block(x: Tensor, p: Params, cfg: Config, ctx: Context) -> Tensor:
 def head(x: Tensor, p: Params, cfg: Config, ctx: Context) -> Tensor:
     """x[B, T, D] -> logits[B, T, V/tp], each rank's own words.  A tied matrix serves twice: its gradient has two parts."""
     x = norm(x, p / "norm", cfg) if cfg.norm_place == "pre" else x
-    x = copy_to(x, comm=ctx.mesh.tp)                                                # f: identity | all_reduce
+    x = enter(x, ctx)                                                               # f: identity | all_reduce
     w = transpose(p["embed.w"], axes=(1, 0)) if cfg.tied else p["head.w"]
     y = column_parallel_linear(x, w, p.get("head.b"))
     return scale(tanh(scale(y, by=1 / cfg.soft_cap)), by=cfg.soft_cap) if cfg.soft_cap else y

@@ -10,9 +10,9 @@ Shape letters: B batch, T positions, D model, F feed-forward.
 from refimpl import ops
 from refimpl.autograd import Params, Tensor, scoped
 from refimpl.models.config import Config
-from refimpl.models.context import Context, drop
+from refimpl.models.context import Context, drop, enter, leave
 from refimpl.ops import mul, swiglu
-from refimpl.parallel import column_parallel_linear, copy_to, reduce_from, row_parallel_linear
+from refimpl.parallel import column_parallel_linear, row_parallel_linear
 
 
 @scoped
@@ -21,10 +21,10 @@ def mlp(x: Tensor, p: Params, cfg: Config, ctx: Context) -> Tensor:
 
     HF GPT2MLP, LlamaMLP; Megatron ParallelMLP
     """
-    x = copy_to(x, comm=ctx.mesh.tp)                                                # f: identity | all_reduce
+    x = enter(x, ctx)                                                               # f: identity | all_reduce
     h = column_parallel_linear(x, p["up.w"], p.get("up.b"))                         # (B, T, F/tp)
     h = gated(column_parallel_linear(x, p["gate.w"], p.get("gate.b")), h, cfg.ffn) if cfg.gated else activated(h, cfg.ffn)
-    y = reduce_from(row_parallel_linear(h, p["down.w"]), comm=ctx.mesh.tp)          # g: all_reduce | identity
+    y = leave(row_parallel_linear(h, p["down.w"]), ctx)                             # g: all_reduce | identity
     y = y + p["down.b"] if "down.b" in p else y                                     # the bias once, after g
     return drop(y, p, cfg, ctx)
 

@@ -30,7 +30,7 @@ class Options:
     merged          rank 0 writes the whole checkpoint, instead of each rank its part
     seed            of the initial weights, the samples and dropout
     device          numpy, or cupy: one GPU per local rank
-    attention       how queries meet keys, and layout, how sequences are cut over the cp ranks: see models/context.py
+    attention, layout, sequence_parallel            how long sequences are treated: see Plan in models/context.py
     check_replicas  steps between two checks that ranks hold the same copies of parameters; 0: never
     """
     steps: int = 60
@@ -51,6 +51,7 @@ class Options:
     device: str = "numpy"
     attention: str = "naive"
     layout: str = "contiguous"
+    sequence_parallel: bool = False
     zero: bool = False
     validation: float = 0.05
     eval_every: int = 0
@@ -89,7 +90,7 @@ class Options:
 
     @property
     def plan(self) -> Plan:
-        return Plan(self.attention, self.layout)
+        return Plan(self.attention, self.layout, self.sequence_parallel)
 
     @property
     def array_dtype(self) -> str:

@@ -15,7 +15,8 @@ from refimpl.comm import Mesh, shares
 from refimpl.comm.paper import paper_mesh
 from refimpl.models import Config, Plan, parameters, placements
 from refimpl.models.config import BIASED, CHOICES
-from refimpl.parallel import ATTENTIONS, LAYOUTS, Reduction, RowReduction, check_replicas, clip, gather, gather_rows, gradient_norm, shard
+from refimpl.parallel import (ATTENTIONS, LAYOUTS, Reduction, RowReduction, check_replicas, clip, gather, gather_rows,
+                              gradient_norm, shard)
 from refimpl.train import AdamW, Batch, State, gradients
 
 B, T, V = 7, 6, 13                                      # on 8 dp ranks some have no sample
@@ -37,7 +38,7 @@ MODELS = {
     "norms of q and k": {"qk_norm": True, "ffn": "geglu_erf", "positions": "rope", "head_dim": 4, "biases": ("norm",)},
     "norms without bias": {"qk_norm": True, "ffn": "gelu_tanh", "biases": ("qkv", "mlp", "head")},
 }
-PLANS = [Plan(attention, layout) for attention in ATTENTIONS for layout in LAYOUTS]
+PLANS = [Plan(attention, layout, parallel) for attention in ATTENTIONS for layout in LAYOUTS for parallel in (False, True)]
 VARIANTS = [(rate, accumulate) for accumulate in (1, 3) for rate in (0.0, 0.25)]       # dropout, micro-batches of a step
 
 
@@ -122,13 +123,17 @@ def close(got, want, scale):
 
 
 def plan_of(name, mesh):
-    """T is 6, so some of more than 6 cp ranks have no position."""
-    return PLANS[(5 * list(MODELS).index(name) + mesh.dp.size + 3 * mesh.cp.size + 2 * mesh.tp.size) % len(PLANS)]
+    """T is 6, so some of more than 6 cp ranks have no position.  Where sequences are whole, the plan is another on tp ranks."""
+    n, (dp, cp, tp) = list(MODELS).index(name), mesh.dims.values()
+    return PLANS[(2 * n + dp + 2 * cp + 5 * tp) % len(PLANS)] if cp > 1 else Plan(sequence_parallel=(n + dp + tp // 2) % 2 == 1)
 
 
 def test_every_plan_is_used():
     meshes = [paper_mesh(f"dp={dp},cp={cp},tp={tp}") for dp in (1, 2) for cp in (2, 4) for tp in (1, 2) if dp * cp * tp <= 4]
     assert {plan_of(name, mesh) for name in MODELS for mesh in meshes} == set(PLANS)
+    for tp in (2, 4):                                   # each model with and without, on some mesh of these tp ranks
+        assert all({plan_of(name, paper_mesh(f"dp={dp},tp={tp}")).sequence_parallel for dp in (1, 2)} == {False, True}
+                   for name in MODELS)
 
 
 @pytest.mark.parametrize("cut", (False, True), ids=("whole sequences", "cut sequences"))
@@ -147,7 +152,7 @@ def test_three_steps_are_those_of_one_rank_on_every_mesh(ranks, name, zero, cut)
         how = variant(name, mesh, zero)
         (steps, after), scales = serial(name, *how), gauge_scales(name, *how)
         smallest = {key: np.min([np.abs(g[key]) * min(1, CLIP / norm) for _, _, norm, g in steps], axis=0) for key in rows}
-        got_steps, got_after = three_steps(name, mesh, *how, zero, plan_of(name, mesh) if cut else Plan())
+        got_steps, got_after = three_steps(name, mesh, *how, zero, plan_of(name, mesh))
         for (loss, count, norm, grads), (want_loss, want_count, want_norm, want) in zip(got_steps, steps):
             assert count == want_count == B * T - T // 2 - 2 * T
             assert close(loss, want_loss, want_loss) and close(norm, want_norm, want_norm)
