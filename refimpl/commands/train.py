@@ -66,6 +66,7 @@ HELP = {
         "device": "numpy, or cupy: one GPU per local rank",
         "attention": f"how queries meet keys: {', '.join(ATTENTIONS)}",
         "layout": f"how a sequence is cut over the cp ranks: {', '.join(LAYOUTS)}",
+        "block": "positions of a block in which attention and feed-forward are computed, 0: all at once",
         "sequence_parallel": "tp ranks share the positions between the layers' matrices, too",
         "zero": "ZeRO-1: each dp rank keeps its share of the optimizer's state only",
         "validation": "share of the text, from its end, that is not learnt from but judged by (one sample at least)",

@@ -19,12 +19,16 @@ class Plan:
     attention          how queries meet keys, of ATTENTIONS (parallel/attention.py)
     layout             how a sequence is cut over the cp ranks, of LAYOUTS (parallel/sequence.py)
     sequence_parallel  tp ranks share the positions between the layers' matrices, too: see `enter` and `leave`
+    block              positions of a block in which attention and feed-forward are computed (blockwise.py); 0: all at once
     """
     attention: str = "naive"
     layout: str = "contiguous"
     sequence_parallel: bool = False
+    block: int = 0
 
     def __post_init__(self) -> None:
+        if self.block < 0 or self.block and (self.attention != "blockwise" or self.sequence_parallel):
+            raise ValueError(f"block must be at least 0, and needs attention blockwise without sequence_parallel, got {self}")
         for name, allowed in (("attention", ATTENTIONS), ("layout", LAYOUTS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")

@@ -9,6 +9,7 @@ import numpy as np
 
 from refimpl.autograd import Params, Tensor, scoped
 from refimpl.models.attention import attention
+from refimpl.models.blockwise import blockwise
 from refimpl.models.config import Config
 from refimpl.models.context import Context, drop, enter, leave
 from refimpl.models.mlp import mlp
@@ -53,8 +54,9 @@ def logits(tokens: Tensor, p: Params, cfg: Config, ctx: Context) -> Tensor:
     if ctx.sequence.length > cfg.max_seq_len:
         raise ValueError(f"{ctx.sequence.length} positions, the model has max_seq_len {cfg.max_seq_len}")
     x = embed(tokens, p, cfg, ctx)
+    layer = blockwise if ctx.plan.block else block
     for i in range(cfg.n_layers):
-        x = block(x, p / f"layers.{i}", cfg, ctx.within(cfg.window(i)))
+        x = layer(x, p / f"layers.{i}", cfg, ctx.within(cfg.window(i)))
     return head(x, p, cfg, ctx)
 
 

@@ -2,7 +2,7 @@
 (column and row cut), vocab.py (the words cut), cuts.py, data.py (the gradient rule), clip.py, replicas.py, zero.py (the
 optimizer's state cut over dp).  For long contexts: sequence.py (how a sequence is cut), ring.py, ulysses.py, and
 attention.py, which chooses."""
-from refimpl.parallel.attention import ATTENTIONS, attention
+from refimpl.parallel.attention import ATTENTIONS, attention, whole_keys
 from refimpl.parallel.clip import clip, gradient_norm
 from refimpl.parallel.collectives import (all_gather, as_partial, broadcast, broadcast_from, copy_to, gather_from, reduce_from,
                                           reduce_scatter, scatter_to)
@@ -23,4 +23,5 @@ __all__ = ["ATTENTIONS", "LAYOUTS", "Cut", "Placement", "Reduction", "Replicated
            "gather", "gather_from", "gather_rows", "gather_vocab", "gradient_norm", "own", "own_box", "parameter",
            "reduce_from", "reduce_gradients", "reduce_scatter", "ring_attention", "ring_shift", "row_parallel_linear",
            "row_table", "scatter_to", "shard", "share", "take_rows", "total_over", "vocab_parallel_cross_entropy",
-           "vocab_parallel_embedding"]
+           "vocab_parallel_embedding",
+           "whole_keys"]

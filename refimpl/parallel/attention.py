@@ -33,6 +33,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, comm: Comm, layout: SequenceLayou
     op: Any = ops.attention if how == "naive" else ops.blockwise_attention
     if comm.size == 1:
         return op(q, k, v, mask=mask)
-    sizes = layout.sizes(comm.size)
-    k, v = (all_gather(a, comm=comm, axis=2, sizes=sizes) for a in (k, v))
+    k, v = whole_keys(k, v, comm, layout)
     return op(q, k, v, None, None, layout.positions(comm.rank, comm.size), layout.order(comm.size), mask=mask)
+
+
+def whole_keys(k: Tensor, v: Tensor, comm: Comm, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+    """Keys and values of all ranks, in the order layout.order(comm.size)."""
+    if comm.size == 1:
+        return k, v
+    sizes = layout.sizes(comm.size)
+    return all_gather(k, comm=comm, axis=2, sizes=sizes), all_gather(v, comm=comm, axis=2, sizes=sizes)

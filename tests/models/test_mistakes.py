@@ -64,13 +64,13 @@ class Mistake(NamedTuple):
 
 
 MLP, ATTN = "layers.0.mlp", "layers.0.attn"
-F, F_TWICE = "x = copy_to(x, comm=ctx.mesh.tp)", "x = copy_to(copy_to(x, comm=ctx.mesh.tp), comm=ctx.mesh.tp)"
+F, F_TWICE = "x = enter(x, ctx)", "x = copy_to(enter(x, ctx), comm=ctx.mesh.tp)"
 UP, GATE = 'h = column_parallel_linear(x, p["up.w"], p.get("up.b"))', 'column_parallel_linear(x, p["gate.w"], p.get("gate.b"))'
-DOWN, OUT = 'row_parallel_linear(h, p["down.w"])', 'row_parallel_linear(y, p["o.w"])'
-G_DOWN, G_OUT = f"reduce_from({DOWN}, comm=ctx.mesh.tp)", f"reduce_from({OUT}, comm=ctx.mesh.tp)"
-QKV = 'column_parallel_linear(x, p[f"{n}.w"], p.get(f"{n}.b"))'
+DOWN, OUT = 'row_parallel_linear(h, p["down.w"])', 'row_parallel_linear(merge_heads(y), p["o.w"])'
+G_DOWN, G_OUT = f"leave({DOWN}, ctx)", f"leave({OUT}, ctx)"
+QKV = 'column_parallel_linear(x, p[f"{of}.w"], p.get(f"{of}.b"))'
 LOOKUP = 'vocab_parallel_embedding(p["embed.w"], tokens, comm=ctx.mesh.tp, **words(cfg))'
-G_EMBED, HEAD = "x = reduce_from(x, comm=ctx.mesh.tp)", 'column_parallel_linear(x, w, p.get("head.b"))'
+G_EMBED, HEAD = "x = leave(x, ctx)", 'column_parallel_linear(x, w, p.get("head.b"))'
 LOGITS = "logits(tokens, p, cfg, ctx)"
 GATHERED = f"all_gather({LOGITS}, comm=ctx.mesh.tp, sizes=[len(part) for part in np.array_split(range(11), ctx.mesh.tp.size)])"
 LOSS = f"return cross_entropy({LOGITS}, targets, cfg, ctx)"
@@ -92,7 +92,7 @@ ALONE = r"add: an activation of shape .* is replicated over tp, its partner is n
 FORGOTTEN_F = {
     "before q, k and v": Mistake(NO_F, (("attention", F, "pass"),)),
     "before k and v, but not q": Mistake(NO_F, (
-        ("attention", F, "pass"), ("attention", QKV, QKV.replace("(x", '(copy_to(x, comm=ctx.mesh.tp) if n == "q" else x')))),
+        ("attention", F, "pass"), ("attention", QKV, QKV.replace("(x", '(copy_to(x, comm=ctx.mesh.tp) if of == "q" else x')))),
     "before up": Mistake(NO_F, (("mlp", F, "pass"),)),
     "before the gate, but not up": Mistake(
         NO_F, (("mlp", F, f"whole = x; {F}"), ("mlp", GATE, GATE.replace("(x", "(whole"))), model="llama"),
@@ -120,9 +120,9 @@ FORGOTTEN_G = {
     "after the embedding, then a norm": Mistake(PARTIAL.format("rms_norm"), (("decoder", G_EMBED, "pass"),), model="llama"),
     "for an f": Mistake(UNREDUCED.format("copy_to", "replicated"), (("decoder", G_EMBED, F),), model="llama"),
     "for a gather_from": Mistake(UNREDUCED.format("gather_from", "varying"), (
-        ("mlp", G_DOWN, G_DOWN.replace("reduce_from", "gather_from")),)),
+        ("mlp", G_DOWN, f"gather_from({DOWN}, comm=ctx.mesh.tp)"),)),
     "for a reduce_scatter": Mistake(ALONE, (
-        ("attention", G_OUT, G_OUT.replace("reduce_from", "reduce_scatter")),), model="llama"),
+        ("attention", G_OUT, f"reduce_scatter({OUT}, comm=ctx.mesh.tp)"),), model="llama"),
 }
 DOUBLED_G = {
     "after o": Mistake(G_AGAIN, (("attention", G_OUT, f"reduce_from({G_OUT}, comm=ctx.mesh.tp)"),)),
@@ -135,7 +135,7 @@ EARLY = {
     "bias of down, in the product": Mistake(BIAS.format(f"{MLP}.down.w"), (
         ("mlp", DOWN, 'row_parallel_linear(h, p["down.w"], p["down.b"])'),)),
     "bias of o, in a plain product": Mistake(BIAS.format(f"{ATTN}.o.w"), (
-        ("attention", OUT, 'ops.linear(y, p["o.w"], p["o.b"])'),)),
+        ("attention", OUT, 'ops.linear(merge_heads(y), p["o.w"], p["o.b"])'),)),
     "bias of down": Mistake(ADDED.format(f"the parameter {MLP}.down.b"), (("mlp", DOWN, f'{DOWN} + p["down.b"]'),)),
     "bias of o": Mistake(ADDED.format(f"the parameter {ATTN}.o.b"), (("attention", OUT, f'{OUT} + p["o.b"]'),)),
     **{name: Mistake(PARTIAL.format(name), (("mlp", DOWN, f"ops.{name}({DOWN}{rest})"),))
@@ -164,7 +164,7 @@ CUTS = {
     "k whole": Mistake(UNCUT.format("column_parallel_linear", f"{ATTN}.k.w", 1, "none"), (), ((f"{ATTN}.k.w", None),)),
     "o whole": Mistake(UNCUT.format("row_parallel_linear", f"{ATTN}.o.w", 0, "none"), (), ((f"{ATTN}.o.w", None),)),
     "o whole, in a plain product": Mistake(
-        NO_ROWS.format(f"{ATTN}.o.w"), (("attention", OUT, 'ops.linear(y, p["o.w"])'),), ((f"{ATTN}.o.w", None),)),
+        NO_ROWS.format(f"{ATTN}.o.w"), (("attention", OUT, 'ops.linear(merge_heads(y), p["o.w"])'),), ((f"{ATTN}.o.w", None),)),
     "the embedding whole": Mistake(
         "vocab_parallel_embedding: the parameter embed.w .* must be cut along axis 0 over tp, its cut is none: embedding "
         "looks up in a whole matrix", (), (("embed.w", None),), "llama"),
@@ -175,13 +175,13 @@ CUTS = {
     "the bias of up whole": Mistake("mlp.up.w is cut by columns over tp, its bias is not: each rank needs those of its own", (),
                                     ((f"{MLP}.up.b", None),)),
     "a whole value to a matrix cut by rows": Mistake("attn.o.w is cut by rows over tp, so x must be cut by columns there", (
-        ("attention", "y = merge_heads(y)", "y = x"),)),
+        ("attention", "return output(y, p, cfg, ctx)", 'return leave(row_parallel_linear(x, p["o.w"]), ctx)'),)),
 }
 ALONG_A_CUT = {
     "rms_norm of the hidden units": Mistake(ALONG.format("rms_norm", 2, "an activation"), (
         ("mlp", UP, f'{UP}; h = rms_norm(h, p["up.b"])'),)),
     "layer_norm of all heads together": Mistake(ALONG.format("layer_norm", 2, "an activation"), (
-        ("attention", QKV, f'ops.layer_norm({QKV}, p[f"{{n}}.b"], p[f"{{n}}.b"])'),)),
+        ("attention", QKV, f'ops.layer_norm({QKV}, p[f"{{of}}.b"], p[f"{{of}}.b"])'),)),
     "softmax of the hidden units": Mistake(ALONG.format("softmax", 2, "an activation"), (
         ("mlp", UP, f"{UP}; h = softmax(h)"),)),
     "mean of the hidden units": Mistake(ALONG.format("mean", 2, "an activation"), (
@@ -266,7 +266,8 @@ RIGHT: dict[str, tuple[str, Changes]] = {
     "an f for each of q, k and v": ("gpt2", (
         ("attention", F, "pass"), ("attention", QKV, QKV.replace("(x", "(copy_to(x, comm=ctx.mesh.tp)")))),
     "plain products, which see the cuts too": ("llama", (
-        ("mlp", UP, UP.replace("column_parallel_linear", "ops.linear")), ("attention", OUT, 'ops.linear(y, p["o.w"])'))),
+        ("mlp", UP, UP.replace("column_parallel_linear", "ops.linear")),
+        ("attention", OUT, 'ops.linear(merge_heads(y), p["o.w"])'))),
     "gathered logits to the plain loss": ("gpt2", (
         ("decoder", LOSS, "return ops.cross_entropy(forward(tokens, p, cfg, ctx), targets)"),)),
 }

@@ -39,6 +39,7 @@ MODELS = {
     "norms without bias": {"qk_norm": True, "ffn": "gelu_tanh", "biases": ("qkv", "mlp", "head")},
 }
 PLANS = [Plan(attention, layout, parallel) for attention in ATTENTIONS for layout in LAYOUTS for parallel in (False, True)]
+PLANS += [Plan("blockwise", layout, block=2) for layout in LAYOUTS]
 VARIANTS = [(rate, accumulate) for accumulate in (1, 3) for rate in (0.0, 0.25)]       # dropout, micro-batches of a step
 
 
@@ -125,7 +126,7 @@ def close(got, want, scale):
 def plan_of(name, mesh):
     """T is 6, so some of more than 6 cp ranks have no position.  Where sequences are whole, the plan is another on tp ranks."""
     n, (dp, cp, tp) = list(MODELS).index(name), mesh.dims.values()
-    return PLANS[(2 * n + dp + 2 * cp + 5 * tp) % len(PLANS)] if cp > 1 else Plan(sequence_parallel=(n + dp + tp // 2) % 2 == 1)
+    return PLANS[(2 * n + 7 * cp + 7 * tp) % len(PLANS)] if cp > 1 else Plan(sequence_parallel=(n + dp + tp // 2) % 2 == 1)
 
 
 def test_every_plan_is_used():

@@ -1,0 +1,54 @@
+"""The blockwise parallel transformer: attention and feed-forward a block of positions at a time (the lecture's slides 33-36).
+
+    of all positions     k, v
+    of each block        queries -> attention over all k, v -> residual -> norm -> feed-forward -> residual
+
+The feed-forward works on each position by itself, so blocks change no number; but its hidden units, d_ff/d_model times as wide
+as x, are there for one block only.  Backward runs each block again (recompute): of a layer, x, k and v are kept.
+
+Peak of a layer's activations in elements, D wide, F hidden, blocks of c positions:  B·T·F at once, B·c·F + B·T·D by blocks.
+Reference: Liu and Abbeel 2023 (Blockwise Parallel Transformer), algorithm 1
+"""
+from dataclasses import replace
+
+from refimpl.autograd import Params, Tensor, recompute, scoped
+from refimpl.models.attention import heads, keys_and_values, output
+from refimpl.models.config import Config
+from refimpl.models.context import Context, enter
+from refimpl.models.mlp import mlp
+from refimpl.models.norm import norm
+from refimpl.ops import blockwise_attention, concat, split
+from refimpl.parallel import whole_keys
+
+
+@scoped
+def blockwise(x: Tensor, p: Params, cfg: Config, ctx: Context) -> Tensor:
+    """x[B, T, D] -> x[B, T, D]: what `decoder.block` gives, by blocks of plan.block positions."""
+    T = x.shape[1]
+    k, v = recompute(keys, x, p, cfg, ctx)
+    sizes = tuple(min(ctx.plan.block, T - start) for start in range(0, T, ctx.plan.block)) or (0,)
+    done, start = [], 0
+    for part in split(x, sizes=sizes, axis=1):
+        here = replace(ctx, positions=ctx.positions[start:start + part.shape[1]])
+        done.append(recompute(one, part, k, v, p, cfg, ctx, here))
+        start += part.shape[1]
+    return concat(*done, axis=1)
+
+
+def keys(x: Tensor, p: Params, cfg: Config, ctx: Context) -> tuple[Tensor, Tensor]:
+    x = norm(x, p / "norm1", cfg) if cfg.norm_place == "pre" else x
+    return whole_keys(*keys_and_values(enter(x, ctx), p / "attn", cfg, ctx), ctx.mesh.cp, ctx.sequence)
+
+
+def one(x: Tensor, k: Tensor, v: Tensor, p: Params, cfg: Config, ctx: Context, here: Context) -> Tensor:
+    """A block x[B, c, D] of the positions of `here`, which meets the keys and values of all."""
+    def attention(x: Tensor) -> Tensor:
+        q = heads(enter(x, here), "q", p / "attn", cfg, here)
+        of_keys = ctx.sequence.order(ctx.mesh.cp.size)
+        y = blockwise_attention(q, k, v, None, None, here.positions, of_keys, mask=ctx.mask)
+        return output(y, p / "attn", cfg, here)
+    if cfg.norm_place == "post":
+        x = norm(x + attention(x), p / "norm1", cfg)
+        return norm(x + mlp(x, p / "mlp", cfg, here), p / "norm2", cfg)
+    x = x + attention(norm(x, p / "norm1", cfg))
+    return x + mlp(norm(x, p / "norm2", cfg), p / "mlp", cfg, here)
