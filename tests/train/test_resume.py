@@ -38,6 +38,9 @@ HOW = {
     "shared heads, merged": ("shared", {"merged": True}),
     "shared heads, zero": ("shared", {"zero": True}),
     "shared heads, zero, bfloat16": ("shared", {"zero": True, "dtype": "bfloat16"}),
+    "gpt2, ring": ("gpt2", {"attention": "ring", "layout": "zigzag"}),                      # on meshes that cut sequences
+    "shared heads, all to all, zero": ("shared", {"attention": "all_to_all", "layout": "striped", "sequence_parallel": True,
+                                                  "zero": True}),
 }
 
 
@@ -69,9 +72,10 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(ranks, tmp_path, how):
         assert held(resumed) == held(straight) and resumed.state.optimizer.t == N
         assert resumed.state.optimizer.lr == straight.state.optimizer.lr == pytest.approx(1e-3)
     if ranks.size < 4:
-        ranks.run_meshes(check)
+        ranks.run_meshes(check, cut="attention" in changes)
     if ranks.size == 4:                                 # in turn
-        one = list(ranks.meshes())[list(HOW).index(how) % 3]
+        meshes = list(ranks.cut_meshes() if "attention" in changes else ranks.meshes())
+        one = meshes[list(HOW).index(how) % len(meshes)]
         ranks.run(lambda comm: check(Mesh(**one, comm=comm)))
 
 
@@ -87,7 +91,8 @@ def test_what_is_compared_would_tell():
 
 
 PAIRS = [("dp=1", "dp=2"), ("dp=3", "tp=2"), ("tp=3", "dp=2,tp=2"), ("tp=4", "dp=3"), ("dp=2,tp=2", "tp=3"), ("tp=2", "dp=1"),
-         ("dp=2", "tp=4"), ("tp=5", "dp=5"), ("dp=2,tp=3", "dp=4")]
+         ("dp=2", "tp=4"), ("tp=5", "dp=5"), ("dp=2,tp=3", "dp=4"),
+         ("cp=2", "dp=1"), ("tp=2", "dp=2,cp=2"), ("dp=2,cp=2,tp=2", "cp=3")]
 
 
 def dims(text):
@@ -96,6 +101,10 @@ def dims(text):
 
 def size(text):
     return int(np.prod(list(dims(text).values())))
+
+
+def plan(text):
+    return {"attention": "ring", "layout": "zigzag", "sequence_parallel": True} if "cp" in text else {}
 
 
 @pytest.mark.parametrize("before, after", PAIRS)
@@ -108,15 +117,17 @@ def test_a_run_goes_on_on_another_mesh(tmp_path, before, after, zero):
 
     def first(comm):
         mesh = Mesh(**dims(before), comm=comm)
-        stop(Stopping(DATA, cfg, replace(OPTIONS, zero=zero[0], merged=merged), mesh, tmp_path), KILLED)
-        at_save = stop(Stopping(DATA, cfg, replace(OPTIONS, zero=zero[0]), mesh), SAVED)
+        options = replace(OPTIONS, zero=zero[0], **plan(before))
+        stop(Stopping(DATA, cfg, replace(options, merged=merged), mesh, tmp_path), KILLED)
+        at_save = stop(Stopping(DATA, cfg, options, mesh), SAVED)
         return global_state(at_save)
     saved = run_threads(size(before), first)[0]
     require_equal(loaded(latest(tmp_path / "checkpoints")), saved)
 
     def second(comm):
         mesh = Mesh(**dims(after), comm=comm)
-        trainer = Stopping(DATA, cfg, replace(OPTIONS, zero=zero[1], merged=not merged), mesh, tmp_path)
+        options = replace(OPTIONS, zero=zero[1], merged=not merged, **plan(after))
+        trainer = Stopping(DATA, cfg, options, mesh, tmp_path)
         trainer.resume(latest(tmp_path / "checkpoints"))
         arrived = global_state(trainer)
         return arrived, trainer.run().losses, global_state(trainer)
