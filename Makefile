@@ -6,6 +6,7 @@
 # make test-gpu      the ops and the decoder on a GPU (the driver is enough: cupy and CUDA 13 come from PyPI)
 # make bench         one training step beside torch's and HIPS autograd's: speed, memory, scaling
 # make bench-ops     each op's speed beside torch's
+# make bench-attention  blockwise and ring attention beside torch's, at long contexts: speed, memory, growth
 # make bench-comm    each collective's speed beside bare mpi4py's, the cost of checks and of order, overlap (MPI=openmpi)
 # make doctor        what this machine has, and what to do about what is missing
 # make clean         remove the environments and results
@@ -39,7 +40,7 @@ comma := ,
 extras = [$(if $(EXTRA_$(MPI)),$(EXTRA_$(MPI))$(comma))$(1)]
 install = $(RUN) -m pip install --quiet --disable-pip-version-check --editable ".$(call extras,$(1))"
 
-.PHONY: demo test lint test-serial test-mpi test-openmpi test-programs test-peers peers bench bench-train bench-ops ops bench-comm test-gpu gpu test-gpu-check gpu-check doctor clean
+.PHONY: demo test lint test-serial test-mpi test-openmpi test-programs test-peers peers bench bench-train bench-ops ops bench-attention attention bench-comm test-gpu gpu test-gpu-check gpu-check doctor clean
 
 demo: $(VENV)/ready-run
 	$(RUN) -m refimpl demo $(if $(TEXT),--text "$(TEXT)")
@@ -89,6 +90,12 @@ bench-ops:
 
 ops: $(VENV)/ready-peers
 	$(RUN) benchmarks/ops.py
+
+bench-attention:
+	$(MAKE) VENV=$(VENV_peers) attention
+
+attention: $(VENV)/ready-peers
+	$(RUN) benchmarks/attention.py
 
 bench-comm: $(VENV)/ready-run
 	$(RUN) benchmarks/comm.py

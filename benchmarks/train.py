@@ -10,33 +10,22 @@ losses.
 """
 import argparse
 import importlib.util
-import json
 import os
-import platform
 import random
 import resource
-import select
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Callable
 
+from contenders import CORES, HERE, Contender, leave, machine, rounds, spread, status, take_turns
+
 LAYERS, D, HEADS, T, BATCH, V, LR = 6, 384, 6, 256, 8, 4096, 3e-4
-CORES = len(os.sched_getaffinity(0))
-HERE = Path(__file__).parent
+TOLERANCE = 2e-3                                        # of losses
 
-
-def status(field: str) -> int:
-    """Bytes of this process, from /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(field + ":")).split()[1])
-
-
-# ---- a contender's process
 
 def contend(kind: str, threads: int, folder: Path) -> None:
     """Make a step whenever the parent says so, and write down how long it took."""
@@ -56,7 +45,7 @@ def contend(kind: str, threads: int, folder: Path) -> None:
     if kind == "refimpl":
         keep_memory()                                   # as `python -m refimpl train` does
     comm = world(checked=False) if kind == "refimpl" else None
-    rank, mesh = comm.rank if comm else 0, Mesh(dp=comm.size, comm=comm) if comm else Mesh()
+    mesh = Mesh(dp=comm.size, comm=comm) if comm else Mesh()
     options = Options(steps=10 ** 6, batch_size=BATCH, seq_len=T, lr=LR, dtype="float32", check_replicas=0,
                       zero=mesh.dp.size > 1)
     before = status("VmRSS")
@@ -76,19 +65,7 @@ def contend(kind: str, threads: int, folder: Path) -> None:
         def run(step: int) -> float:
             batch = next(trainer.sampler.step(step, BATCH, 1, mesh))
             return step_of(batch.tokens, batch.targets)
-    go = open(folder / f"go.{rank}", "rb", buffering=0)
-    step = 0
-    while go.read(1) == b"s":
-        if comm:
-            comm.barrier()
-        start = time.perf_counter()
-        loss = run(step)
-        if comm:
-            comm.barrier()
-        took, step = time.perf_counter() - start, step + 1
-        if rank == 0:
-            with open(folder / "done", "w") as done:
-                done.write(json.dumps([took, loss]))
+    step = take_turns(folder, comm, run)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     payload, products = trainer.mesh.ledger.total("dp").elements if kind == "refimpl" else 0, 0.0
     if kind == "refimpl":
@@ -96,47 +73,7 @@ def contend(kind: str, threads: int, folder: Path) -> None:
         with Clock() as clock:
             run(step)
         products = sum(span.stop - span.start for span in clock.spans if span.op == "product") / (time.perf_counter() - start)
-    (folder / f"at-the-end.{rank}").write_text(json.dumps([peak, payload, products]))
-
-
-class Contender:
-    """A process, or the ranks of one program, that does a step at a time."""
-
-    def __init__(self, name: str, kind: str, ranks: int, threads: int, folder: Path) -> None:
-        self.name, self.kind, self.ranks, self.folder = name, kind, ranks, folder
-        folder.mkdir()
-        for fifo in ("done", *(f"go.{rank}" for rank in range(ranks))):
-            os.mkfifo(folder / fifo)
-        from refimpl.comm.launch import THREAD_VARIABLES, mpirun_command
-        launcher = mpirun_command(ranks) if ranks > 1 else []
-        command = [*launcher, sys.executable, __file__, "--contend", kind, str(threads), str(folder)]
-        cores = sorted(os.sched_getaffinity(0))[:1 if ranks * threads == 1 else CORES]
-        environment = os.environ | {name: str(threads) for name in THREAD_VARIABLES} | {"PYTHONPATH": str(HERE.parent)}
-        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL,
-                                        preexec_fn=lambda: os.sched_setaffinity(0, cores))
-        self.go = [os.open(folder / f"go.{rank}", os.O_RDWR) for rank in range(ranks)]  # both ways: opening waits for nobody
-        self.done = os.open(folder / "done", os.O_RDWR)
-        self.seconds: list[float] = []
-        self.losses: list[float] = []
-
-    def step(self) -> None:
-        for go in self.go:
-            os.write(go, b"s")
-        while not select.select([self.done], [], [], 1.0)[0]:
-            if self.process.poll() is not None:
-                raise SystemExit(f"{self.name} has ended with status {self.process.returncode}: why is above")
-        seconds, loss = json.loads(os.read(self.done, 4096))
-        self.seconds.append(seconds)
-        self.losses.append(loss)
-
-    def end(self) -> tuple[int, int, float]:
-        """Peak bytes of all ranks; of rank 0: elements of the last step's payload, and the products' share of a step's time."""
-        for go in self.go:
-            os.write(go, b"q")
-        if self.process.wait(timeout=60):
-            raise SystemExit(f"{self.name} failed")
-        rows = [json.loads((self.folder / f"at-the-end.{rank}").read_text()) for rank in range(self.ranks)]
-        return sum(peak for peak, _, _ in rows), *rows[0][1:]
+    leave(folder, comm, [peak, payload, products])
 
 
 def sgemm(threads: int) -> float:
@@ -148,31 +85,15 @@ def sgemm(threads: int) -> float:
     return float(subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True).stdout)
 
 
+def summed(rows: list[list[float]]) -> tuple[float, float, float]:
+    """Peak bytes of all ranks; of rank 0: elements of the last step's payload, and the products' share of a step's time."""
+    return sum(peak for peak, _, _ in rows), rows[0][1], rows[0][2]
+
+
 def import_seconds(module: str) -> float:
     start = time.perf_counter()
     subprocess.run([sys.executable, "-c", f"import {module}"], check=True, env=os.environ | {"PYTHONPATH": str(HERE.parent)})
     return time.perf_counter() - start
-
-
-# ---- the report
-
-def spread(values: list[float]) -> str:
-    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values * 3)
-    return f"{middle:5.2f} ({low:.2f} to {high:.2f})"
-
-
-def rounds(contenders: list[Contender], n: int) -> None:
-    """One step to warm up, then n rounds; the losses of all must agree."""
-    for contender in contenders:
-        contender.step()
-        contender.seconds.clear()
-    for _ in range(n):
-        for contender in random.sample(contenders, len(contenders)):
-            contender.step()
-    for contender in contenders[1:]:
-        worst = max(abs(a - b) for a, b in zip(contender.losses, contenders[0].losses))
-        if worst > 2e-3:
-            raise SystemExit(f"{contender.name} and {contenders[0].name} do not compute the same: losses differ by {worst}")
 
 
 def main() -> None:
@@ -187,10 +108,7 @@ def main() -> None:
         if importlib.util.find_spec(module) is None:
             raise SystemExit(f"{module} is not installed here: make bench installs it")
     random.seed(0)
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")), platform.machine())
-    versions = ", ".join(f"{name} {version(name)}" for name in ("numpy", "torch", "autograd", "mpi4py", "mpich"))
-    print(f"{CORES} cores of {cpu}, Python {platform.python_version()}, {versions}; {args.rounds} rounds\n")
+    print(f"{machine(('numpy', 'torch', 'autograd', 'mpi4py', 'mpich'))}; {args.rounds} rounds\n")
     from refimpl.models import Config
     from refimpl.models.placements import count
     tokens = BATCH * T
@@ -198,15 +116,16 @@ def main() -> None:
     n_inner = n_all - V * D - T * D                     # without the embeddings of words and positions
     with tempfile.TemporaryDirectory() as folder:
         def contender(name: str, kind: str, ranks: int = 1, threads: int = 1) -> Contender:
-            return Contender(name, kind, ranks, threads, Path(folder) / name.replace(" ", "-").replace(",", ""))
+            where = Path(folder) / name.replace(" ", "-").replace(",", "")
+            return Contender(name, __file__, [kind, str(threads)], where, ranks, threads)
         pairs = [(f"all {CORES} cores", contender(f"refimpl, {CORES} ranks", "refimpl", ranks=CORES),
                   contender(f"torch, {CORES} threads", "torch", threads=CORES), CORES),
                  ("one core", contender("refimpl, one core", "refimpl"), contender("torch, one core", "torch"), 1)]
         running = [c for _, ours, theirs, _ in pairs for c in (ours, theirs)]
         peaks = [sgemm(threads) for _, _, _, threads in pairs]
-        rounds(running, args.rounds)
+        rounds(running, args.rounds, TOLERANCE)
         peaks = [max(before, sgemm(threads)) for before, (_, _, _, threads) in zip(peaks, pairs)]    # a slow moment is no peak
-        ends = {c.name: c.end() for c in running}
+        ends = {c.name: summed(c.end()) for c in running}
         print(f"N inner {n_inner:,}, all N {n_all:,}; the peak of memory is the sum over ranks")
         columns = {"ms a step": 10, "tokens/s": 10, "torch / ours": 22, "of sgemm: N inner": 20, "all N": 8, "peak MB": 9}
         print(" " * 22 + "".join(f"{title:>{width}}" for title, width in columns.items()))
@@ -220,19 +139,19 @@ def main() -> None:
             print(f"  {title}: measured sgemm {peak / 1e9:.0f} GFLOP/s; products are {ends[ours.name][2]:.0%} of our step's "
                   f"time; memory {ends[ours.name][0] / ends[theirs.name][0]:.2f} of torch's")
         slow = [contender("refimpl, one core again", "refimpl"), contender("HIPS autograd", "autograd")]
-        rounds(slow, args.slow_rounds)
+        rounds(slow, args.slow_rounds, TOLERANCE)
         ratios = [b / a for a, b in zip(slow[0].seconds, slow[1].seconds)]
-        peak = slow[1].end()[0]
+        peak = summed(slow[1].end())[0]
         print(f"\nHIPS autograd takes {statistics.median(slow[1].seconds):.1f} s a step, {spread(ratios)} times ours; its peak "
               f"is {peak / 1e6:.0f} MB")
         slow[0].end()
         print(f"\n{'ranks':>8}{'tokens/s':>12}{'payload per rank and step':>28}")
         for ranks in sorted({1, 2, CORES, 4}):
             c = contender(f"scaling, {ranks}", "refimpl", ranks=ranks)
-            rounds([c], max(3, args.rounds // 3))
-            _, payload, _ = c.end()
+            rounds([c], max(3, args.rounds // 3), TOLERANCE)
+            _, payload, _ = summed(c.end())
             note = "   more ranks than cores" if ranks > CORES else ""
-            print(f"{ranks:8}{tokens / statistics.median(c.seconds):12,.0f}{payload:28,}{note}")
+            print(f"{ranks:8}{tokens / statistics.median(c.seconds):12,.0f}{payload:28,.0f}{note}")
     imports: dict[str, list[float]] = {"numpy": [], "refimpl": [], "refimpl.train": []}
     for _ in range(9):
         for module, seconds in imports.items():

@@ -45,7 +45,7 @@ def all_to_all_attention(q, k, v, documents=None, comm=None, layout=None, ring=1
     group, positions = heads.comm, [layout.positions(r, comm.size) for r in range(comm.size)]
     joined = [np.concatenate(positions[start:start + group.size]) for start in range(0, comm.size, group.size)]
     ids = None if documents is None else group.all_gather(documents, axis=1, sizes=heads.tokens)
-    circle = comm.sub({"ring": ring, "heads": group.size}, ("ring",))
+    circle = comm if ring == comm.size else comm.sub({"ring": ring, "heads": group.size}, ("ring",))
     qh, kh, vh = heads.in_exchange_for_tokens(q, heads.of_q), *(heads.kv_in(a) for a in (k, v))
     of_all, factor = Ring(circle, joined, ids, mask, Blocks.of(qh, block_q, block_k)), scale_of(q, scale)
     yh, lse = of_all.attend(qh * factor, kh, vh)
@@ -71,7 +71,7 @@ class Heads:
 
     @classmethod
     def of(cls, comm: Comm, ring: int, H: int, G: int, sizes: tuple[int, ...]) -> "Heads":
-        group = comm.sub({"ring": ring, "heads": comm.size // ring}, ("heads",))
+        group = comm if ring == 1 else comm.sub({"ring": ring, "heads": comm.size // ring}, ("heads",))
         first = comm.rank - group.rank
         of_q, n = shares(H, group.size), H // G if G else 1
         whole = all(m % n == 0 for m in of_q)

@@ -12,6 +12,7 @@ from refimpl.autograd import Tensor
 from refimpl.comm import Mesh, run_threads
 from refimpl.golden import compare, gauge_scales
 from refimpl.models import Config, init, parameters
+from refimpl.parallel import ATTENTIONS, LAYOUTS
 from refimpl.train import AdamW, Data, Options, train
 
 CFG = Config(vocab_size=17, n_layers=2, n_heads=4, d_model=8, max_seq_len=6)
@@ -45,6 +46,24 @@ def test_the_payload_of_a_step_equals_the_formula(ranks):
         payload = train(CORPUS, CFG, OPTIONS, mesh).payload
         assert payload == {axis: n for axis, (n, _) in step_payload(CFG, mesh, 5, 6).items()}
     ranks.run_meshes(check)
+
+
+GROUPED = {"two query heads share one": {"n_kv_heads": 2}, "all share one": {"n_kv_heads": 1}, "each has one": {}}
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_payload_of_cut_sequences_equals_the_formula(ranks, attention, layout):
+    """Uneven pieces: 6 positions on up to 8 ranks."""
+    options = replace(OPTIONS, attention=attention, layout=layout)
+    cfg = replace(CFG, **list(GROUPED.values())[(ATTENTIONS.index(attention) + LAYOUTS.index(layout)) % 3])
+
+    def check(mesh):
+        if mesh.tp.size > min(4, cfg.n_kv_heads):
+            return
+        payload = train(CORPUS, cfg, options, mesh).payload
+        assert payload == {axis: n for axis, (n, _) in step_payload(cfg, mesh, 5, 6, plan=options.plan).items()}
+    ranks.run_meshes(check, cut=True)
 
 
 def test_the_log_is_json_lines(tmp_path):
