@@ -1,0 +1,115 @@
+"""Where the time of ring attention goes: what each rank computes, and what travels meanwhile.
+
+    mpirun -n 4 python mpi_examples/18_ring_timeline.py
+    mpirun -n 2 python mpi_examples/18_ring_timeline.py --plot timeline.png        (and a picture)
+
+    rank 0   |  own keys       |  rank 1's keys   |            computation
+               ============>                                   its keys and values travel to rank 1, rank 1's come
+    rank 1   |  own keys       |  rank 0's keys   |
+               ============>
+
+A block of keys is sent on before the rank works on it, so its journey is hidden as long as the work takes longer: that is so
+from c = F/B positions on, for computers of F FLOP/s with B bytes/s between them (Liu et al. 2023, section 3).  What is not
+hidden is spent in `wait`.  In the backward pass the last message has nothing to hide behind: it brings dk and dv home.
+
+What to expect: forward, almost all of the time under way is hidden; backward a part is not.  Ranks that share cores wait for
+each other, and threads take turns at Python: then less is.  The numbers are measured, so they are others in every run.
+"""
+import argparse
+import json
+import logging
+import tempfile
+from collections import defaultdict
+from math import fsum
+from pathlib import Path
+
+from refimpl.autograd import Layout, Tensor, value_and_grad
+from refimpl.comm import Comm, Mesh, launch
+from refimpl.comm.trace import Trace
+from refimpl.ops import CAUSAL, mul, sum
+from refimpl.parallel import SequenceLayout, ring_attention
+from refimpl.rng import draw
+
+EACH, HEADS, K = 1024, 4, 64                            # positions of a rank, float32
+OVER = Layout(frozenset({"cp"}))
+
+
+def main(comm: Comm, plot: Path | None = None) -> None:
+    mesh, layout = Mesh(cp=comm.size, comm=comm), SequenceLayout("zigzag", EACH * comm.size)
+    q, k, v, dy = (layout.own(draw(name, (1, HEADS, layout.length, K)), mesh.cp, 2).astype("float32")
+                   for name in ("q", "k", "v", "dy"))
+    params = {name: Tensor(a, OVER, name=name) for name, a in (("q", q), ("k", k), ("v", v))}
+
+    def loss(p):
+        return sum(mul(ring_attention(p["q"], p["k"], p["v"], comm=mesh.cp, layout=layout, mask=CAUSAL), Tensor(dy, OVER)))
+    value_and_grad(loss, params)                        # warms up
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(comm.gather_texts(folder)[0]) / "trace.json"
+        with Trace(comm, file):
+            value_and_grad(loss, params)
+        if comm.rank == 0:
+            report(json.loads(file.read_text())["traceEvents"], comm.size, plot)
+        comm.barrier()
+
+
+def report(events: list[dict], ranks: int, plot: Path | None) -> None:
+    rows = {e["tid"]: int(e["args"]["name"].split()[1]) for e in events if e["name"] == "thread_name"}     # "rank 0 in flight"
+    spans = [e | {"rank": rows[e["tid"]]} for e in events if e["ph"] == "X"]
+    flights = [e for e in spans if e["cat"] == "transfer"]
+    passes = {phase: [e for e in spans if e["name"] == "ring_attention" and e["args"].get("phase", "backward") == phase]
+              for phase in ("forward", "backward")}
+    print(f"\n{EACH} positions a rank, {HEADS} heads of {K}, causal, zigzag, {ranks} ranks\n")
+    print(f"{'':10}{'time':>10}{'messages':>10}{'under way':>12}{'waited for':>12}{'hidden':>9}     of a rank, on average")
+    for phase, calls in passes.items():
+        own = [f for f in flights if any(c["rank"] == f["rank"] and c["ts"] <= f["ts"] <= c["ts"] + c["dur"] for c in calls)]
+        took, way, waited = (fsum(us) / ranks / 1e3 for us in ((c["dur"] for c in calls), (f["dur"] for f in own),
+                                                               (f["args"]["exposed_us"] for f in own)))
+        wanted = ranks * (ranks - 1) * (1 if phase == "forward" else 2)
+        assert len(own) == (wanted if ranks > 1 else 0), f"{phase}: {len(own)} messages, not {wanted}"
+        hidden = f"{1 - waited / way:.0%}" if way else "-"
+        print(f"{phase:10}{took:7.0f} ms{len(own) / ranks:10.0f}{way:9.1f} ms{waited:9.1f} ms{hidden:>9}")
+    if plot:
+        print("\n" + picture(plot, spans, flights, ranks))
+    print(f"\nOK: {len(flights)} messages, forward p - 1 and backward 2(p - 1) of each rank")
+
+
+def picture(file: Path, spans: list[dict], flights: list[dict], ranks: int) -> str:
+    """Of each rank a row of what it computes, and below it what is under way."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    try:
+        import matplotlib
+    except ImportError:
+        return "no picture: pip install '.[run]' brings matplotlib"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    bars_of: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
+    for e in spans:
+        if e["name"].endswith(".product"):
+            bars_of[e["rank"], "products"].append((e["ts"] / 1e3, e["dur"] / 1e3))
+        elif e["name"].endswith("wait"):
+            bars_of[e["rank"], "waits"].append((e["ts"] / 1e3, e["dur"] / 1e3))
+        elif e["name"] == "ring_attention":
+            bars_of[e["rank"], "attention"].append((e["ts"] / 1e3, e["dur"] / 1e3))
+    for e in flights:
+        bars_of[e["rank"], "under way"].append((e["ts"] / 1e3, e["dur"] / 1e3))
+    figure, axes = pyplot.subplots(figsize=(8, 1 + 0.75 * ranks), layout="constrained")
+    colours = {"attention": "#c9d8ec", "products": "#1f5fa8", "waits": "#c2452d", "under way": "#7a9a3a"}
+    for (rank, what), bars in sorted(bars_of.items(), key=lambda row: list(colours).index(row[0][1])):
+        below = what == "under way"
+        axes.broken_barh(bars, (rank + (0.55 if below else 0.05), 0.25 if below else 0.45), color=colours[what], label=what)
+    axes.set_yticks([rank + 0.4 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms: forward, then backward")
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
+    figure.legend(handles.values(), handles.keys(), ncols=4, loc="outside upper center", frameon=False)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+    return f"picture: {file}"
+
+
+if __name__ == "__main__":
+    flags = argparse.ArgumentParser(add_help=False)
+    flags.add_argument("--plot", type=Path, metavar="FILE")
+    own, rest = flags.parse_known_args()
+    launch(lambda comm: main(comm, own.plot), ranks=(2, 4), argv=rest)
