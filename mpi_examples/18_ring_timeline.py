@@ -1,6 +1,7 @@
 """Where the time of ring attention goes: what each rank computes, and what travels meanwhile.
 
     mpirun -n 4 python mpi_examples/18_ring_timeline.py
+    python mpi_examples/18_ring_timeline.py --simulate 4                           (four threads, no MPI needed)
     mpirun -n 2 python mpi_examples/18_ring_timeline.py --plot timeline.png        (and a picture)
 
     rank 0   |  own keys       |  rank 1's keys   |            computation
@@ -13,7 +14,8 @@ from c = F/B positions on, for computers of F FLOP/s with B bytes/s between them
 hidden is spent in `wait`.  In the backward pass the last message has nothing to hide behind: it brings dk and dv home.
 
 What to expect: forward, almost all of the time under way is hidden; backward a part is not.  Ranks that share cores wait for
-each other, and threads take turns at Python: then less is.  The numbers are measured, so they are others in every run.
+each other, and threads take turns at Python: then less is.  The numbers are measured, so they are others in every run.  And y
+and the gradients are those of one rank that has it all.
 """
 import argparse
 import json
@@ -23,10 +25,12 @@ from collections import defaultdict
 from math import fsum
 from pathlib import Path
 
+import numpy as np
+
 from refimpl.autograd import Layout, Tensor, value_and_grad
 from refimpl.comm import Comm, Mesh, launch
 from refimpl.comm.trace import Trace
-from refimpl.ops import CAUSAL, mul, sum
+from refimpl.ops import CAUSAL, blockwise_attention, mul, sum
 from refimpl.parallel import SequenceLayout, ring_attention
 from refimpl.rng import draw
 
@@ -36,13 +40,16 @@ OVER = Layout(frozenset({"cp"}))
 
 def main(comm: Comm, plot: Path | None = None) -> None:
     mesh, layout = Mesh(cp=comm.size, comm=comm), SequenceLayout("zigzag", EACH * comm.size)
-    q, k, v, dy = (layout.own(draw(name, (1, HEADS, layout.length, K)), mesh.cp, 2).astype("float32")
-                   for name in ("q", "k", "v", "dy"))
+    whole = [draw(name, (1, HEADS, layout.length, K)).astype("float32") for name in ("q", "k", "v", "dy")]
+    q, k, v, dy = (layout.own(a, mesh.cp, 2) for a in whole)
     params = {name: Tensor(a, OVER, name=name) for name, a in (("q", q), ("k", k), ("v", v))}
 
     def loss(p):
         return sum(mul(ring_attention(p["q"], p["k"], p["v"], comm=mesh.cp, layout=layout, mask=CAUSAL), Tensor(dy, OVER)))
-    value_and_grad(loss, params)                        # warms up
+    _, grads = value_and_grad(loss, params)             # warms up
+    for name, right in zip("qkv", blockwise_attention.array(*whole[:3], mask=CAUSAL)[1](whole[3])):
+        off = np.abs(grads[name].array - layout.own(right, mesh.cp, 2)).max() / np.abs(right).max()
+        assert off < 1e-5, f"rank {comm.rank}: d{name} is off by {off:.0e} of its scale"           # float32: units of 1e-7
     with tempfile.TemporaryDirectory() as folder:
         file = Path(comm.gather_texts(folder)[0]) / "trace.json"
         with Trace(comm, file):
