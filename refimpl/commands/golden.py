@@ -34,6 +34,7 @@ from refimpl.golden.recipe import MODELS, Recipe
 from refimpl.golden.report import DAMAGED, USAGE, json_text
 from refimpl.golden.session import DTYPES, compared
 from refimpl.models import Config
+from refimpl.parallel import ATTENTIONS, LAYOUTS
 
 EXAMPLE = MODELS["gpt-micro"]
 FEWEST = 8                                              # runs: of fewer, right stacks would fail
@@ -42,7 +43,9 @@ HELP = {"seed": "of weights and inputs", "steps": "training steps", "batch_size"
         "seq_len": "tokens of a sample",
         "lr": "learning rate", "beta1": "AdamW's decay of the first moment", "beta2": "AdamW's decay of the second moment",
         "eps": "AdamW's epsilon", "weight_decay": "weight decay, of matrices and embeddings",
-        "clip": "largest norm of the gradient: a larger one is scaled down to it"}
+        "clip": "largest norm of the gradient: a larger one is scaled down to it",
+        "attention": f"how queries meet keys: {', '.join(ATTENTIONS)}",
+        "layout": f"how a sequence is cut over the cp ranks: {', '.join(LAYOUTS)}"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -66,14 +66,15 @@ def everybodys(comm: Comm, arrays: Mapping[str, np.ndarray]) -> list[dict[str, n
 def write(recipe: Recipe, out: Path, runs: int, truth: dict[str, Value], values: list[dict[str, np.ndarray]],
           noises: dict[str, list[dict[str, np.ndarray]]], sures: list[dict[str, float]]) -> None:
     """Rank 0 writes what all have."""
-    serial = trace(replace(recipe, mesh=Mesh().dims), SerialComm()) if len(values) > 1 else truth
+    alone = replace(recipe, mesh=Mesh().dims, attention="naive", layout="contiguous")
+    serial = trace(alone, SerialComm()) if len(values) > 1 else truth
     gauge = gauges(recipe)
     kv_bounds = heads(recipe.config, recipe.mesh["tp"])[1]
     entries, parts = {}, {}
     for key, value in truth.items():
         held = [ranks[key] for ranks in values]
         place = per_rank(held, recipe.mesh) if key not in serial else \
-            located(key, held, serial[key].array, recipe.mesh, kv_bounds, proved=key not in gauge)
+            located(key, held, serial[key].array, recipe.mesh, kv_bounds, key not in gauge, recipe.layout)
         noise: dict[str, float | None] = {}
         parts[key] = {r: held[r] for r in place.holders()}
         for dtype in FORMATS if value.role != "input" else ():

@@ -15,9 +15,10 @@ from refimpl.comm import Mesh
 from refimpl.comm.mesh import AXES
 from refimpl.files import parse_json
 from refimpl.golden.emulate import FORMATS
-from refimpl.golden.place import HOW, Placement
+from refimpl.golden.place import HOW, Placement, layout_of
 from refimpl.golden.recipe import Recipe
 from refimpl.models import Config, parameters
+from refimpl.parallel import SequenceLayout
 from refimpl.tensorfile import DTYPES
 
 FORMAT, VERSION = "refimpl golden values", 1
@@ -126,6 +127,7 @@ def recipe_of(said: Any) -> Recipe:
         value = said[f.name]
         require(f.type is not int or is_count(value), f"{f.name} must be a count, not {str(value)[:50]}")
         require(f.type is not float or is_finite(value), f"{f.name} must be a number, not {str(value)[:50]}")
+        require(f.type is not str or isinstance(value, str) and len(value) < 50, f"{f.name} is no name: {str(value)[:50]}")
     require(isinstance(said["config"], dict) and said["config"].keys() == {f.name for f in fields(Config)},
             "config does not have the settings of a model")
     return Recipe(**said | {"config": Config(**said["config"])})
@@ -168,6 +170,8 @@ def entry_of(key: str, line: Any, mesh: dict[str, int]) -> Entry:
     boxes = line.get("boxes", [[[0, n] for n in shape]] * ranks)
     check(isinstance(boxes, list) and len(boxes) == ranks and all(is_box(box, shape) for box in boxes),
           "boxes are (start, stop) of every axis, for every rank, within shape")
+    check(all(fits_layout(axis, how, shape, boxes, mesh) for axis, how in along.items()),
+          "what is cut zigzag or striped is cut over cp, and its boxes say how many positions each rank has")
     place = Placement(mesh, tuple(shape), along, tuple(tuple((a, b) for a, b in box) for box in boxes))
     return Entry(place=place, **{name: line[name] for name in names - {"shape", "along"}})
 
@@ -176,6 +180,17 @@ def is_box(box: Any, shape: list[int]) -> bool:
     return isinstance(box, list) and len(box) == len(shape) and all(
         isinstance(ends, list) and len(ends) == 2 and all(map(is_count, ends)) and ends[0] <= ends[1] <= n
         for ends, n in zip(box, shape))
+
+
+def fits_layout(mesh_axis: str, how: str, shape: list[int], boxes: list[Any], mesh: dict[str, int]) -> bool:
+    """Whether an axis that is cut by a layout of positions is cut over cp, and of each rank's box says how many it has."""
+    kind, axis = layout_of(how)
+    if kind == "contiguous":
+        return True
+    if mesh_axis != "cp" or axis >= len(shape):
+        return False
+    sizes = SequenceLayout(kind, shape[axis]).sizes(mesh["cp"])
+    return all(box[axis] == [0, sizes[rank // mesh["tp"] % mesh["cp"]]] for rank, box in enumerate(boxes))
 
 
 def is_count(value: Any) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from refimpl.autograd import Tensor
 from refimpl.comm import Mesh, shares
 from refimpl.comm.mesh import AXES
-from refimpl.models import Config
+from refimpl.models import Config, Plan
 from refimpl.models.placements import Row, parameters, power_of_two
 from refimpl.ops.losses import IGNORE
 from refimpl.parallel import box, parameter
@@ -50,6 +50,8 @@ class Recipe:
     eps: float = 2.0 ** -20
     weight_decay: float = 0.125
     clip: float = 1.0
+    attention: str = "naive"
+    layout: str = "contiguous"
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "seq_len"):
@@ -67,8 +69,12 @@ class Recipe:
             raise ValueError(f"seq_len is {self.seq_len}, the model has max_seq_len {self.config.max_seq_len}")
         if self.config.dropout:
             raise ValueError(f"golden values are made without dropout, the model has dropout {self.config.dropout}")
-        if self.mesh["cp"] != 1:
-            raise ValueError(f"cp must be 1: a sequence cannot be cut yet, got cp={self.mesh['cp']}")
+        self.plan                                       # whose names are right, or said now
+
+    @property
+    def plan(self) -> Plan:
+        """How sequences are treated, which changes no value: only where its parts lie."""
+        return Plan(self.attention, self.layout)
 
     def to_dict(self) -> dict[str, Any]:
         return {**self.__dict__, "config": self.config.to_dict()}
@@ -102,7 +108,7 @@ def values(seed: int, name: str, index: np.ndarray, offset: float, scale: float)
 
 
 def batch(recipe: Recipe, mesh: Mesh, step: int) -> Batch:
-    """This dp rank's samples of step 1, 2, ...; shares may be uneven."""
+    """This dp rank's samples of step 1, 2, ..., whole ones; shares may be uneven."""
     B, T, mine = recipe.batch_size, recipe.seq_len, shares(recipe.batch_size, mesh.dp.size)
     rows = np.arange(mine[mesh.dp.rank]) + sum(mine[:mesh.dp.rank])
     index = flat_index([rows, np.arange(T + 1)], (B, T + 1))

@@ -15,7 +15,7 @@ from refimpl.comm import Comm, Mesh
 from refimpl.golden.emulate import NEAREST, Rounding
 from refimpl.golden.noise import at_least, sigma
 from refimpl.golden.recipe import Recipe, batch
-from refimpl.golden.trace import PLAIN, VIEWS, Value, trace
+from refimpl.golden.trace import VIEWS, Value, plain, trace
 from refimpl.ops.losses import IGNORE
 
 
@@ -33,8 +33,7 @@ class Substitute(Record):
     def call(self, op: Any, run: Callable, *arrays: Any, **static: Any) -> tuple[Any, Any]:
         if op.detail or isinstance(op, Seam):
             return run(*arrays, **static)
-        name = self.name_of_call()
-        name = PLAIN.get(name, name)
+        name = plain(self.name_of_call())
         y, vjp = run(*arrays, **static)
         if type(y) is tuple or op.name in VIEWS:
             return y, vjp

@@ -18,6 +18,11 @@ from refimpl.ops import IGNORE, Mask, gelu_erf, gelu_tanh
 Applies = Callable[[Recipe], bool]
 
 
+def one_name(name: str) -> str:
+    """All ways to attend are one op here."""
+    return "attention" if name.endswith("_attention") else name
+
+
 class Instead(Frame):
     """Run fn(run, *arrays, **static) in place of every op or seam called `name`, where its place in the model fits `where`."""
 
@@ -25,7 +30,7 @@ class Instead(Frame):
         self.name, self.fn, self.where = name, fn, where
 
     def call(self, op: Any, run: Callable, *arrays: Any, **static: Any) -> tuple[Any, Any]:
-        here = op.name == self.name and fnmatch.fnmatchcase(stack.name, self.where)
+        here = one_name(op.name) == self.name and fnmatch.fnmatchcase(stack.name, self.where)
         return self.fn(run, *arrays, **static) if here else run(*arrays, **static)
 
 

@@ -13,6 +13,7 @@
 
 Of later steps there are the tokens, targets, loss, grad_norm and params.
 """
+import re
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from refimpl.train.step import gradients
 
 VIEWS = ("reshape", "transpose")                        # ops whose results are the same numbers again
 PLAIN = {"column_parallel_linear": "head", "vocab_parallel_cross_entropy": "cross_entropy"}     # names that a tied head has not
+WAYS = re.compile(r"\b(blockwise|ring|all_to_all)_attention\b")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
 
 
@@ -86,7 +88,7 @@ def trace(recipe: Recipe, comm: Comm, rounding: Rounding | None = None, frames: 
             for frame in (terms, *([rounding] if rounding else []), *frames, *([record] if step == 1 else [])):
                 entered.enter_context(frame)
             used = {name: t.like(rounding.round(t.array)) for name, t in params.items()} if rounding else params
-            result = gradients(used, [samples], recipe.config, mesh)
+            result = gradients(used, [samples], recipe.config, mesh, plan=recipe.plan)
             loss, computed = result.loss, result.grads
             if rounding:                                # division by the number of targets is rounded, too
                 loss = rounding.total(loss, n)
@@ -133,10 +135,19 @@ def outputs(name: str, y: Any) -> Iterator[tuple[str, np.ndarray]]:
     """An op's floating point results by name; several are numbered."""
     if type(y) is tuple and len(y) == 1:
         y = y[0]
-    name = PLAIN.get(name, name)
+    name = plain(name)
     for k, a in enumerate(y if type(y) is tuple else (y,)):
         if getattr(a, "dtype", np.dtype(int)).kind == "f":
             yield f"{name}:{k}" if type(y) is tuple else name, a
+
+
+def plain(name: str) -> str:
+    """The name of a value, however it was computed.
+
+    >>> plain("layers.0.attn.ring_attention"), plain("column_parallel_linear")
+    ('layers.0.attn.attention', 'head')
+    """
+    return PLAIN.get(name, WAYS.sub("attention", name))
 
 
 def longest(e: Entry, terms: Terms, phase: str) -> int:

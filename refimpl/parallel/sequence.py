@@ -41,7 +41,8 @@ class SequenceLayout:
 
     def sizes(self, size: int) -> tuple[int, ...]:
         """How many positions each rank has."""
-        return tuple(map(len, positions(self, size)))
+        pieces = shares(self.length, 2 * size)          # of which each rank has two
+        return shares(self.length, size) if self.kind != "zigzag" else tuple(pieces[r] + pieces[-1 - r] for r in range(size))
 
     def order(self, size: int) -> np.ndarray:
         """int[S]: the positions in the order in which all_gather joins the ranks' parts."""

@@ -186,7 +186,11 @@ def noise(value):
     return lambda said: said["values"][KEY]["noise"].update(float32=value)
 
 
-WHOLE = [[0, 4], [0, 8], [0, 24]]
+def both(*changes):
+    return lambda said: [change(said) for change in changes] and None
+
+
+WHOLE, HUGE = [[0, 4], [0, 8], [0, 24]], [[0, 4], [0, 5 * 10 ** 17], [0, 24]]
 SAYS = {
     "no files": (without("files"), "it must have recipe, conventions, files, values"),
     "no recipe": (without("recipe"), "it must have recipe, conventions, files, values"),
@@ -225,7 +229,9 @@ SAYS = {
     "a mesh with more": (mesh(ep=1), "mesh must have dp, cp, tp"),
     "a mesh in another order": (recipe(mesh={"tp": 1, "cp": 1, "dp": 1}), "mesh must have dp, cp, tp"),
     "a mesh that is a list": (recipe(mesh=[1, 1, 1]), "mesh must have dp, cp, tp"),
-    "a mesh without boxes": (mesh(cp=2), "cp must be 1"),
+    "an attention that is none": (recipe(attention="flash"), "attention must be one of naive, "),
+    "an attention that is a list": (recipe(attention=["naive"]), "attention is no name: ['naive']"),
+    "a layout of a thousand letters": (recipe(layout="z" * 1000), "layout is no name: zzz"),
     "a config that is a number": (recipe(config=3), "config does not have the settings of a model"),
     "a config without width": (without("recipe", "config", "d_model"), "config does not have the settings of a model"),
     "a config with more": (config(d_modle=8), "config does not have the settings of a model"),
@@ -276,6 +282,11 @@ SAYS = {
     "another shape": (line(shape=[8, 4, 24]), f"lacks {KEY!r}, <f8 of shape [8, 4, 24]"),
     "lies on an axis that is not wide": (line(along={"tp": "axis 1"}), f"value {KEY!r}: along says how it lies"),
     "lies on an axis that is none": (line(along={"ep": "replicated"}), f"value {KEY!r}: along says how it lies"),
+    "positions cut over tp": (both(mesh(tp=2), line(along={"tp": "axis 1 zigzag"})), f"value {KEY!r}: what is cut zigzag or"),
+    "positions of an axis that is none": (both(mesh(cp=2), line(along={"cp": "axis 3 zigzag"})), f"value {KEY!r}: what is cut"),
+    "positions of whole boxes": (both(mesh(cp=2), line(along={"cp": "axis 1 zigzag"})), f"value {KEY!r}: what is cut zigzag"),
+    "positions of 10^18": (both(mesh(cp=2), line(shape=[4, 10 ** 18, 24], along={"cp": "axis 1 striped"}, boxes=[HUGE] * 2)),
+                           f"{KEY!r}, <f8 of shape"),
     "along a list": (line(along=[]), f"value {KEY!r}: along says how it lies"),
     "a box outside": (line(boxes=[[[0, 4], [0, 8], [0, 25]]]), f"value {KEY!r}: boxes are (start, stop)"),
     "a box below 0": (line(boxes=[[[-1, 4], [0, 8], [0, 24]]]), f"value {KEY!r}: boxes are (start, stop)"),

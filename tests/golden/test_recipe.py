@@ -128,7 +128,8 @@ REFUSED = {
     "steps must be at least 1, got 0": {"steps": 0},
     "batch_size must be at least 1, got -1": {"batch_size": -1},
     "golden values are made without dropout, the model has dropout 0.1": {"config": replace(GPT.config, dropout=0.1)},
-    "cp must be 1: a sequence cannot be cut yet, got cp=2": {"mesh": {"dp": 1, "cp": 2, "tp": 1}},
+    "layout must be one of contiguous, zigzag, striped, got 'spiral'": {"layout": "spiral"},
+    "attention must be one of naive, blockwise, ring, all_to_all, got 'flash'": {"attention": "flash"},
 }
 
 
