@@ -14,9 +14,10 @@ from typing import Any
 from refimpl import ops
 from refimpl.autograd import Tensor
 from refimpl.comm import Comm
+from refimpl.comm.arguments import refused_by_all
 from refimpl.ops import CAUSAL, Mask
 from refimpl.parallel.collectives import all_gather
-from refimpl.parallel.ring import ring_attention
+from refimpl.parallel.ring import check_part, require_alike, ring_attention
 from refimpl.parallel.sequence import SequenceLayout
 from refimpl.parallel.ulysses import all_to_all_attention
 
@@ -25,21 +26,29 @@ ATTENTIONS = ("naive", "blockwise", "ring", "all_to_all")
 
 def attention(q: Tensor, k: Tensor, v: Tensor, comm: Comm, layout: SequenceLayout, mask: Mask = CAUSAL, how: str = "naive"
               ) -> Tensor:
-    """q[B, H, T_r, K], k, v[B, G, T_r, K] of this rank's positions -> y[B, H, T_r, K].  Error: ValueError for another name."""
+    """q[B, H, T_r, K], k, v[B, G, T_r, K] of this rank's positions -> y[B, H, T_r, K].
+
+    Errors: ValueError for another name, and as in ring_attention
+    """
     if how not in ATTENTIONS:
         raise ValueError(f"attention is one of {', '.join(ATTENTIONS)}, got {how!r}")
     if how in ("ring", "all_to_all"):
         return (ring_attention if how == "ring" else all_to_all_attention)(q, k, v, comm=comm, layout=layout, mask=mask)
     op: Any = ops.attention if how == "naive" else ops.blockwise_attention
+    if comm.size > 1:
+        with refused_by_all(comm, how):
+            check_part(q.array, k.array, v.array, None, comm, layout)
+        require_alike(how, q.array, k.array, None, comm, layout, mask)
+    k, v = whole_keys(k, v, comm, layout)
     if comm.size == 1:
         return op(q, k, v, mask=mask)
-    k, v = whole_keys(k, v, comm, layout)
     return op(q, k, v, None, None, layout.positions(comm.rank, comm.size), layout.order(comm.size), mask=mask)
 
 
 def whole_keys(k: Tensor, v: Tensor, comm: Comm, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
     """Keys and values of all ranks, in the order layout.order(comm.size)."""
-    if comm.size == 1:
-        return k, v
-    sizes = layout.sizes(comm.size)
-    return all_gather(k, comm=comm, axis=2, sizes=sizes), all_gather(v, comm=comm, axis=2, sizes=sizes)
+    def whole(a: Tensor) -> Tensor:
+        if comm.size == 1 and not set(a.cut) & set(comm.axes):
+            return a
+        return all_gather(a, comm=comm, axis=2, sizes=layout.sizes(comm.size))      # which on one rank takes the cut's tag off
+    return whole(k), whole(v)

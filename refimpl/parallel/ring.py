@@ -23,7 +23,7 @@ from refimpl.array import Array, xp_of
 from refimpl.autograd import Layout, LayoutError, Tensor, op
 from refimpl.autograd.layout import describe, join, names
 from refimpl.comm import Comm
-from refimpl.comm.arguments import refused_by_all
+from refimpl.comm.arguments import form, refused_by_all
 from refimpl.comm.transfer import Transfer
 from refimpl.ops.attention import check
 from refimpl.ops.blockwise import Blocks, Partial, Upstream, attend, attend_vjp, by_group, scale_of, shared
@@ -56,13 +56,16 @@ def ring_attention(q, k, v, documents=None, comm=None, layout=None, mask=CAUSAL,
     VJP:        p = e^(s - lse);  D = Σ y·dy;  ds = p·(dy·vᵀ - D);  dq = scale·ds·k;  dk = scale·dsᵀ·q and dv = pᵀ·dy, summed
                 over the queries of all ranks
     Residuals:  q, k, v, y, lse
-    Error:      ValueError, the same on every rank and before any key travels, where shapes do not fit the layout
+    Error:      ValueError, the same on every rank and before any key travels, where shapes do not fit the layout; CommError
+                where the ranks differ in what they should have alike
     Reference:  Liu et al. 2023 (Ring Attention), algorithm 1.  Megatron's context parallelism
     """
     with refused_by_all(comm, "ring_attention"):
         check_part(q, k, v, documents, comm, layout)
+        blocks = Blocks.of(q, block_q, block_k)
+    require_alike("ring_attention", q, k, documents, comm, layout, mask, scale)
     positions = [layout.positions(r, comm.size) for r in range(comm.size)]
-    ring, factor = Ring(comm, positions, documents, mask, Blocks.of(q, block_q, block_k)), scale_of(q, scale)
+    ring, factor = Ring(comm, positions, documents, mask, blocks), scale_of(q, scale)
     y, lse = ring.attend(q * factor, k, v)
 
     def vjp(dy):
@@ -81,6 +84,13 @@ def check_part(q: Array, k: Array, v: Array, documents: Array | None, comm: Comm
     if (q.shape[2], k.shape[2]) != (n, n):
         raise ValueError(f"{layout.length} positions cut {layout.kind} over {comm.size} ranks are {n} on rank {comm.rank}, got "
                          f"q{list(q.shape)}, k{list(k.shape)}")
+
+
+def require_alike(name: str, q: Array, k: Array, documents: Array | None, comm: Comm, layout: Any, mask: Any, scale: Any = None
+                  ) -> None:
+    """Error: CommError on every rank where they differ in what the messages alone would not tell, such as the mask."""
+    ids = None if documents is None else form(documents, 1)
+    comm.agree(f"{name} over {comm.name}: q {form(q, 2)}, k {form(k, 2)}, documents {ids}, {layout}, {mask}, scale {scale}")
 
 
 @dataclass(frozen=True)
@@ -131,10 +141,11 @@ class Ring:
             if coming and ids is not None:
                 coming.append(self.send_on(ids, step, B))
             both = held.reshape(2, B, G, len(at), K)
+            ids = None if ids is None else ids.reshape(B, len(at))
             yield both[0], both[1], Sight(self.mask, self.positions[self.comm.rank], at, self.documents, ids)
             if coming:
                 held, *others = [transfer.wait() for transfer in coming]
-                ids = others[0].reshape(B, -1) if others else None
+                ids = others[0] if others else None
 
     def send_on(self, a: Array, step: int, each: int) -> Transfer:
         """Send what belongs to the block of `step`, `each` elements a position, to the next rank."""

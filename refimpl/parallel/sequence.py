@@ -23,7 +23,7 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """`length` positions, cut in one of the ways of LAYOUTS.  Error: ValueError for another.
+    """`length` positions, cut in one of the ways of LAYOUTS.  Error: ValueError for another, and for a length below 0.
 
     >>> SequenceLayout("zigzag", 8).positions(0, 2).tolist()
     [0, 1, 6, 7]
@@ -34,6 +34,8 @@ class SequenceLayout:
     def __post_init__(self) -> None:
         if self.kind not in LAYOUTS:
             raise ValueError(f"a sequence is cut as one of {', '.join(LAYOUTS)}, got {self.kind!r}")
+        if not hasattr(self.length, "__index__") or self.length < 0:
+            raise ValueError(f"the length of a sequence is an integer from 0, got {self.length!r}")
 
     def positions(self, rank: int, size: int) -> np.ndarray:
         """int[T_r], read-only: the positions that this rank of `size` has, in its order."""

@@ -14,11 +14,11 @@ import numpy as np
 from refimpl.array import Array, xp_of
 from refimpl.autograd import op
 from refimpl.comm import Comm, shares
-from refimpl.comm.arguments import refused_by_all
+from refimpl.comm.arguments import integers, refused_by_all
 from refimpl.ops.blockwise import Blocks, scale_of
 from refimpl.ops.mask import CAUSAL
 from refimpl.parallel.exchanges import exchanged
-from refimpl.parallel.ring import Ring, check_part, cut_by_position
+from refimpl.parallel.ring import Ring, check_part, cut_by_position, require_alike
 
 
 @op(values=slice(3), collective=True, layout=cut_by_position)
@@ -34,13 +34,16 @@ def all_to_all_attention(q, k, v, documents=None, comm=None, layout=None, ring=1
     VJP:        p = e^(s - lse);  D = Σ y·dy;  ds = p·(dy·vᵀ - D);  dq = scale·ds·k;  dk = scale·dsᵀ·q and dv = pᵀ·dy, summed
                 over the queries of all ranks
     Residuals:  qh, kh, vh, yh, lse  (the own heads of all tokens of the group)
-    Error:      ValueError, the same on every rank and before anything travels, where shapes do not fit
+    Error:      ValueError, the same on every rank and before anything travels, where shapes do not fit; CommError where the
+                ranks differ in what they should have alike
     Reference:  Jacobs et al. 2023 (DeepSpeed Ulysses), section 3; with a ring: Fang and Zhao 2024 (USP)
     """
     with refused_by_all(comm, "all_to_all_attention"):
         check_part(q, k, v, documents, comm, layout)
-        if ring < 1 or comm.size % ring:
+        Blocks.of(q, block_q, block_k)                  # refused before anything travels
+        if integers("ring", [ring])[0] < 1 or comm.size % ring:
             raise ValueError(f"ring must be a divisor of the {comm.size} ranks, got {ring}")
+    require_alike(f"all_to_all_attention in a ring of {ring}", q, k, documents, comm, layout, mask, scale)
     heads = Heads.of(comm, ring, q.shape[1], k.shape[1], layout.sizes(comm.size))
     group, positions = heads.comm, [layout.positions(r, comm.size) for r in range(comm.size)]
     joined = [np.concatenate(positions[start:start + group.size]) for start in range(0, comm.size, group.size)]
