@@ -28,7 +28,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.block < 0 or self.block and (self.attention != "blockwise" or self.sequence_parallel):
-            raise ValueError(f"block must be at least 0, and needs attention blockwise without sequence_parallel, got {self}")
+            raise ValueError(f"block must be at least 0, and needs attention 'blockwise' without sequence_parallel, got block "
+                             f"{self.block}, attention {self.attention!r}, sequence_parallel {self.sequence_parallel}")
         for name, allowed in (("attention", ATTENTIONS), ("layout", LAYOUTS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")

@@ -60,7 +60,7 @@ def test_what_a_layer_keeps_is_x_k_and_v():
 def test_blocks_need_blockwise_attention():
     for wrong in ({"block": 8}, {"block": 8, "attention": "ring"}, {"block": -1, "attention": "blockwise"},
                   {"block": 8, "attention": "blockwise", "sequence_parallel": True}):
-        with pytest.raises(ValueError, match="block must be at least 0, and needs attention blockwise without seq"):
+        with pytest.raises(ValueError, match="block must be at least 0, and needs attention 'blockwise' without"):
             Plan(**wrong)
     for name in ("attention", "layout"):
         with pytest.raises(ValueError, match=f"{name} must be one of .*, got 'flash'"):
