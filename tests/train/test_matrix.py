@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from refimpl.autograd import Record
-from refimpl.comm import Mesh, shares
+from refimpl.comm import Mesh, run_threads, shares
 from refimpl.comm.paper import paper_mesh
 from refimpl.models import Config, Plan, parameters, placements
 from refimpl.models.config import BIASED, CHOICES
@@ -137,37 +137,53 @@ def test_every_plan_is_used():
                    for name in MODELS)
 
 
+def require_the_steps_of_one_rank(name, mesh, zero):
+    """Losses, gradients and norms within 1e-12 of their scale.  An update is lr·m/(√v + eps), whose error is that of the
+    gradient over the gradient itself where that is small."""
+    how, rows = variant(name, mesh, zero), parameters(config(name), SERIAL)
+    (steps, after), scales = serial(name, *how), gauge_scales(name, *how)
+    smallest = {key: np.min([np.abs(g[key]) * min(1, CLIP / norm) for _, _, norm, g in steps], axis=0) for key in rows}
+    got_steps, got_after = three_steps(name, mesh, *how, zero, plan_of(name, mesh))
+    for (loss, count, norm, grads), (want_loss, want_count, want_norm, want) in zip(got_steps, steps):
+        assert count == want_count == B * T - T // 2 - 2 * T
+        assert close(loss, want_loss, want_loss) and close(norm, want_norm, want_norm)
+        assert norm > CLIP and set(grads) == set(rows)
+        for key, row in rows.items():
+            scale = scales[key] / count if row.gauge else np.abs(want[key]).max()
+            assert grads[key].shape == row.shape and close(grads[key], want[key], scale), key
+            assert row.gauge or scale > 1e-4, key       # a gradient is there
+    for key, row in rows.items():
+        if not row.gauge:
+            gradient = max(np.abs(grads[key]).max() for _, _, _, grads in steps)
+            allowed = 1e-12 * (np.abs(after[key]).max() + 10 * STEPS * LR * gradient / (smallest[key] + EPS))
+            assert (np.abs(got_after[key] - after[key]) <= allowed).all(), key
+
+
+def prepare(name):
+    """The runs of one rank, before there are threads."""
+    for how in VARIANTS:
+        serial(name, *how), gauge_scales(name, *how)
+
+
 @pytest.mark.parametrize("cut", (False, True), ids=("whole sequences", "cut sequences"))
 @pytest.mark.parametrize("zero", (False, True), ids=("whole state", "rows of the state"))
 @pytest.mark.parametrize("name", MODELS)
 def test_three_steps_are_those_of_one_rank_on_every_mesh(ranks, name, zero, cut):
-    """Losses, gradients and norms within 1e-12 of their scale.  An update is lr·m/(√v + eps), whose error is that of the
-    gradient over the gradient itself where that is small."""
-    rows = parameters(config(name), SERIAL)
-    for how in VARIANTS:                                # before there are threads
-        serial(name, *how), gauge_scales(name, *how)
+    prepare(name)
 
     def check(mesh: Mesh):
-        if zero and mesh.dp.size == 1:                  # the state is whole there, too
-            return
-        how = variant(name, mesh, zero)
-        (steps, after), scales = serial(name, *how), gauge_scales(name, *how)
-        smallest = {key: np.min([np.abs(g[key]) * min(1, CLIP / norm) for _, _, norm, g in steps], axis=0) for key in rows}
-        got_steps, got_after = three_steps(name, mesh, *how, zero, plan_of(name, mesh))
-        for (loss, count, norm, grads), (want_loss, want_count, want_norm, want) in zip(got_steps, steps):
-            assert count == want_count == B * T - T // 2 - 2 * T
-            assert close(loss, want_loss, want_loss) and close(norm, want_norm, want_norm)
-            assert norm > CLIP and set(grads) == set(rows)
-            for key, row in rows.items():
-                scale = scales[key] / count if row.gauge else np.abs(want[key]).max()
-                assert grads[key].shape == row.shape and close(grads[key], want[key], scale), key
-                assert row.gauge or scale > 1e-4, key   # a gradient is there
-        for key, row in rows.items():
-            if not row.gauge:
-                gradient = max(np.abs(grads[key]).max() for _, _, _, grads in steps)
-                allowed = 1e-12 * (np.abs(after[key]).max() + 10 * STEPS * LR * gradient / (smallest[key] + EPS))
-                assert (np.abs(got_after[key] - after[key]) <= allowed).all(), key
+        if not zero or mesh.dp.size > 1:                # else the state is whole there, too
+            require_the_steps_of_one_rank(name, mesh, zero)
     ranks.run_meshes(check, cut)
+
+
+@pytest.mark.parametrize("dims", ({"cp": 16}, {"dp": 2, "cp": 4, "tp": 2}, {"dp": 2, "cp": 2, "tp": 4}, {"dp": 4, "cp": 4}),
+                         ids=str)
+@pytest.mark.parametrize("name", ("gpt2", "9 query and 3 kv heads"))
+def test_sixteen_ranks_are_as_one(name, dims):
+    """More cp ranks than positions among them."""
+    prepare(name)
+    run_threads(16, lambda comm: require_the_steps_of_one_rank(name, Mesh(**dims, comm=comm), False), timeout=60)
 
 
 def test_a_bias_that_all_keys_share_has_no_gradient_and_no_other_parameter_has_none():
