@@ -2,8 +2,9 @@
 python benchmarks/false_alarms.py [--seeds 8] [--jobs 2] [--minutes N] [--out docs/false_alarms.json].
 
 Right stacks are runs of the recipe itself that round otherwise than the runs by which a bundle's sigma was measured (WAYS).
-Each is compared with its bundle as `golden check` does it: rho of every value, |z| along every suspect.  All that is large is a
-false alarm.  golden/limits.py makes the limits of what comes out, and tests/golden/test_limits.py repeats a part of it.
+Each is compared with its bundle as `golden check` does it: rho of every value, |z| along every suspect, z of every factor.  All
+that is large is a false alarm.  golden/limits.py makes the limits of what comes out, and tests/golden/test_limits.py repeats a
+part of it.
 
     values       quantiles 0.5 and 0.99 and the largest of rho over values, by format, way and size of the value
     comparisons  the largest rho of each comparison: mean, standard deviation and largest, by format and way
@@ -30,7 +31,7 @@ from refimpl.comm import Comm, Mesh, run_threads
 from refimpl.comm.base import SerialComm
 from refimpl.comm.launch import set_blas_threads
 from refimpl.golden import bundle as bundles
-from refimpl.golden import check, diagnose
+from refimpl.golden import check, diagnose, factor
 from refimpl.golden.bundle import Bundle
 from refimpl.golden.emulate import FORMATS, Reordered, Rounding, rounded
 from refimpl.golden.judge import FLOAT64, rho
@@ -223,12 +224,19 @@ def projections(values: list[Values], bundle: Bundle, dtype: str, suspects: list
             yield abs(found[2])
 
 
+def factor_of(values: list[Values], runs: list, bundle: Bundle, dtype: str) -> float:
+    """The largest z of a factor."""
+    held = {(key, rank if len(values) > 1 else None): mine[key] for key in bundle.entries for rank, mine in enumerate(values)}
+    return max((f.z for f in factor.factors(held, runs, bundle, dtype)), default=0.0)
+
+
 def studied(name: str, recipe: Recipe, number: int) -> dict[str, Any]:
     """cell ("float32 nearest") -> {"size": rhos of values, ..., "comparison": the largest of each kind}."""
     out: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         bundle = made(recipe, Path(folder) / "bundle")
         suspects = diagnose.runs(bundle)
+        rounded_runs = {dtype: factor.rounded_runs(bundle, dtype) for dtype in diagnose.NARROW}
         for k, way in enumerate(WAYS):
             if "sharded" in name and way.name not in ("nearest", "numpy"):
                 continue
@@ -237,6 +245,7 @@ def studied(name: str, recipe: Recipe, number: int) -> dict[str, Any]:
             out[cell] = summed(list(rhos(values, bundle, way.dtype)), name, recipe)
             if way.dtype in diagnose.NARROW:
                 out[cell]["comparison"]["along"] = max(projections(values, bundle, way.dtype, suspects), default=0.0)
+                out[cell]["comparison"]["factor"] = factor_of(values, rounded_runs[way.dtype], bundle, way.dtype)
             if bundle.ranks == 1 and k % 5 == number % 5:                   # some ways in turn
                 out[f"{way.dtype} local {way.name}"] = summed(list(local_rhos(values, bundle, way.dtype)), name, recipe)
     return out
@@ -262,7 +271,7 @@ def table(results: list[dict[str, Any]]) -> dict[str, Any]:
             if len(a):
                 values[f"{cell}, {size}"] = {"n": len(a), "norm": quantiles(a[:, 0]), "element": quantiles(a[:, 1])}
         comparisons[cell] = {"n": len(found)}
-        for of in ("norm", "element", "along"):
+        for of in ("norm", "element", "along", "factor"):
             maxima = np.array([f["comparison"][of] for f in found if of in f["comparison"]])
             if len(maxima):
                 comparisons[cell][of] = {"mean": digits(maxima.mean()), "deviation": digits(maxima.std()),
@@ -309,7 +318,7 @@ def fate(what: str, changed: Recipe, frames: list[Frame], bundle: Bundle, dtype:
 
 
 def show(study: dict[str, Any]) -> None:
-    kinds = ("norm", "element", "along")
+    kinds = ("norm", "element", "along", "factor")
     print(f"{'largest of a comparison':28}{'n':>4}" + "".join(f"{of:>10} mean    sd   max" for of in kinds))
     for cell, row in study["comparisons"].items():
         print(f"{cell:28}{row['n']:4}" + "".join(

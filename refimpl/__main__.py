@@ -3,6 +3,7 @@
 `python -m refimpl COMMAND --help` explains each.
 """
 import argparse
+import os
 import re
 import sys
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
@@ -15,6 +16,7 @@ from refimpl.comm.launch import INTERRUPTED, fail, launched_rank
 from refimpl.commands import demo, doctor, golden, tokenize, train
 
 COMMANDS = {"train": train, "tokenize": tokenize, "golden": golden, "demo": demo, "doctor": doctor}
+CLOSED = 141                                            # 128 + SIGPIPE: as of other programs whose reader is gone
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +25,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             redirect_stdout(StringIO()) if launched_rank() else nullcontext():      # rank 0 speaks for all
         args = parse(argv)
     try:
-        return int(COMMANDS[args.command].run(args))
+        status = int(COMMANDS[args.command].run(args))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:                             # of `| head`, which has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED
     except (ValueError, ArithmeticError, CommError, OSError) as error:
         if args.traceback:
             raise
@@ -44,10 +51,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         module.add_arguments(parsers[name])
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        flags = set(re.findall(r"--[a-z][a-z0-9-]*", parsers[args.command].format_help()))
+        used = getattr(args, "parser", parsers[args.command])           # an action of golden has its own
+        flags = set(re.findall(r"--[a-z][a-z0-9-]*", used.format_help()))
         near = get_close_matches(unknown[0].partition("=")[0], flags, n=3)
-        parsers[args.command].error(f"there is no {unknown[0]}: " + (
-            f"did you mean {' or '.join(near)}?" if near else f"refimpl {args.command} --help lists what there is"))
+        used.error(f"there is no {unknown[0]}: " + (
+            f"did you mean {' or '.join(near)}?" if near else f"{used.prog} --help lists what there is"))
     return args
 
 

@@ -11,6 +11,7 @@ check ends with 0: right, 1: wrong, 2: usage, 3: incomplete, 4: a damaged bundle
 """
 import argparse
 import math
+import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -22,9 +23,10 @@ from refimpl.comm.mesh import AXES, parse_dims
 from refimpl.commands.settings import add_flags, checked, defaults, read_toml
 from refimpl.golden import opcases
 from refimpl.golden.actual import read as read_actual
-from refimpl.golden.bundle import read
+from refimpl.golden.bundle import Bundle, read
+from refimpl.golden.conventions import FILE, Stated, read_stated
 from refimpl.golden.initcode import LANGUAGES, init_code
-from refimpl.golden.listing import listing
+from refimpl.golden.listing import listing, plural
 from refimpl.golden.make import make
 from refimpl.golden.manifest import BundleError
 from refimpl.golden.match import UsageError
@@ -32,7 +34,7 @@ from refimpl.golden.names import NAMES
 from refimpl.golden.noise import RUNS
 from refimpl.golden.recipe import MODELS, Recipe
 from refimpl.golden.report import DAMAGED, USAGE, json_text
-from refimpl.golden.session import DTYPES, compared
+from refimpl.golden.session import DTYPES, How, compared
 from refimpl.models import Config
 from refimpl.parallel import ATTENTIONS, LAYOUTS
 
@@ -49,11 +51,14 @@ HELP = {"seed": "of weights and inputs", "steps": "training steps", "batch_size"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="make | show | check | ops | init-code")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="make | show | check | ops | init-code",
+                                    prog="refimpl golden")
 
     def action(name: str, what: str) -> argparse.ArgumentParser:
-        return actions.add_parser(name, help=what, description=what, usage=f"refimpl golden {name} [--FLAG VALUE ...]",
-                                  allow_abbrev=False)
+        added = actions.add_parser(name, help=what, description=what, usage=f"refimpl golden {name} [--FLAG VALUE ...]",
+                                   allow_abbrev=False)
+        added.set_defaults(parser=added)
+        return added
     to_make = action("make", "run a small model for a few steps and write down everything")
     to_make.add_argument("--model", default="gpt-micro", metavar="NAME|FILE",
                          help=f"{', '.join(MODELS)}, or a TOML file with a section [model] (default: %(default)s)")
@@ -75,6 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     to_check.add_argument("--names", choices=NAMES, help="whose names the arrays have (default: refimpl's)")
     to_check.add_argument("--as", dest="prefix", default="", metavar="PREFIX", help="what is missing before each name, such as "
                           "step1/grad")
+    to_check.add_argument("--conventions", type=Path, metavar="FILE", help="what the stack says of its conventions, as JSON "
+                          f"(default: {FILE} in ACTUAL, where that is a folder that has it)")
     to_check.add_argument("--local", action="store_true", help="replay every op from the stack's own inputs, to find the one "
                           "that errs")
     to_check.add_argument("--all", action="store_true", help="incomplete (3) unless every value of the bundle was given")
@@ -89,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"golden {args.action} is for one rank: start it without mpirun")
         return ACTIONS[args.action](args) or 0
     except (ValueError, OSError, MemoryError) as error:
-        if args.traceback:
+        if args.traceback or isinstance(error, BrokenPipeError):
             raise
         status = DAMAGED if isinstance(error, BundleError) else USAGE
         if args.action == "make":                       # by all ranks
@@ -101,7 +108,11 @@ def run(args: argparse.Namespace) -> int:
 
 def run_make(args: argparse.Namespace) -> None:
     dims = dict.fromkeys(AXES, 1) | parse_dims(args.mesh)
-    recipe = Recipe(model(args.model), dims, **{name: getattr(args, name) for name in SETTINGS if hasattr(args, name)})
+    config = model(args.model)
+    if not hasattr(args, "seq_len") and config.max_seq_len < Recipe.seq_len:
+        raise ValueError(f"{args.model} has max_seq_len {config.max_seq_len}, below the default --seq-len {Recipe.seq_len}: "
+                         f"give --seq-len {config.max_seq_len}")
+    recipe = Recipe(config, dims, **{name: getattr(args, name) for name in SETTINGS if hasattr(args, name)})
     if args.runs < FEWEST:
         raise ValueError(f"--runs must be at least {FEWEST}, got {args.runs}: rounding is measured by how runs differ")
     comm, n = world(), math.prod(dims.values())
@@ -110,7 +121,8 @@ def run_make(args: argparse.Namespace) -> None:
     elif comm.size == n:
         make(recipe, comm, args.out, args.runs)
     else:
-        raise ValueError(f"the mesh {args.mesh} needs {n} ranks, there are {comm.size}")
+        raise ValueError(f"the mesh {args.mesh} needs {plural(n, 'rank')}, there {'are' if comm.size > 1 else 'is'} "
+                         f"{comm.size}")
     if comm.rank == 0:
         print(f"{args.out}: {listing(read(args.out)).splitlines()[0]}")
 
@@ -136,21 +148,36 @@ def run_ops(args: argparse.Namespace) -> None:
 
 
 def run_show(args: argparse.Namespace) -> None:
-    print(listing(read(args.bundle), args.values))
+    print(listing(opened(args.bundle), args.values))
 
 
 def run_check(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text("", encoding="utf-8")      # where that cannot be, say so before the work
-    flags = {"--dtype": args.dtype, "--names": args.names, "--as": args.prefix}
-    command = " ".join([f"refimpl golden check {args.actual} --against {args.against}",
-                        *(f"{flag} {value}" for flag, value in flags.items() if value)])
-    report = compared(read_actual(args.actual), read(args.against), args.dtype, NAMES.get(args.names), args.prefix, args.local,
-                      args.all, command)
+    flags = {"--dtype": args.dtype, "--names": args.names, "--as": args.prefix, "--conventions": args.conventions}
+    command = ["python", "-m", "refimpl", "golden", "check", str(args.actual), "--against", str(args.against)]
+    command += [word for flag, value in flags.items() if value for word in (flag, str(value))]
+    bundle = opened(args.against)
+    report = compared(read_actual(args.actual), bundle, How(
+        args.dtype, NAMES.get(args.names), args.prefix, stated(args, bundle), args.local, args.all, shlex.join(command)))
     print(report.text(), end="")
     if args.json:
         args.json.write_text(json_text(report), encoding="utf-8")
     return report.status
+
+
+def stated(args: argparse.Namespace, bundle: Bundle) -> list[Stated]:
+    """What the stack says of its conventions, in a file of its own or beside its arrays."""
+    beside = args.actual / FILE
+    path = args.conventions or (beside if beside.exists() else None)
+    return read_stated(path, bundle.conventions) if path else []
+
+
+def opened(folder: Path) -> Bundle:
+    """A bundle.  Error: UsageError where there is no folder; BundleError where it holds no bundle that can be read."""
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not there: a bundle is a folder, which `refimpl golden make` makes")
+    return read(folder)
 
 
 def run_code(args: argparse.Namespace) -> None:

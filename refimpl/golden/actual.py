@@ -74,7 +74,9 @@ def sets_of(path: Path) -> list[Set]:
     if others := sorted(p.name for p in path.iterdir() if p not in ranks.values() and p.suffix in arrays):
         raise ActualError(f"{path} holds {others[0]} beside the ranks' files: whose is it?")
     if sorted(ranks) != list(range(len(ranks))):
-        raise ActualError(f"{path} has the ranks {', '.join(map(str, sorted(ranks)))}: they must be numbered from 0 on")
+        missing = min(set(range(len(ranks))) - set(ranks))
+        raise ActualError(f"{path} has the ranks {', '.join(map(str, sorted(ranks)))}: rank {missing} is missing, they must be "
+                          "numbered from 0 on")
     return [of_folder(ranks[r]) if ranks[r].is_dir() else of_file(ranks[r]) for r in range(len(ranks))]
 
 

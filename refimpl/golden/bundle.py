@@ -17,6 +17,7 @@ from typing import Any, Mapping
 import numpy as np
 
 from refimpl import tensorfile
+from refimpl.golden.conventions import Value
 from refimpl.golden.manifest import BundleError, Entry, read_manifest, text_of
 from refimpl.golden.noise import decoded
 from refimpl.golden.place import Placement
@@ -29,11 +30,12 @@ SHARED = "shared.safetensors"
 class Bundle:
     """A bundle on disk.  Values are read when they are asked for.  entries[key] says what there is to say of a value.
 
-    recipe  what a trace is made of; None for op cases
+    conventions  name -> (value, sentence)
+    recipe       what a trace is made of; None for op cases
     """
 
-    def __init__(self, folder: Path, conventions: dict[str, str], recipe: Recipe | None, entries: dict[str, Entry],
-                 files: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+    def __init__(self, folder: Path, conventions: Mapping[str, tuple[Value, str]], recipe: Recipe | None,
+                 entries: dict[str, Entry], files: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         self.folder, self.conventions, self.recipe, self.entries, self.files = folder, conventions, recipe, entries, files
 
     @property
@@ -102,7 +104,8 @@ def read(folder: Path) -> Bundle:
         except tensorfile.TensorFileError as error:
             raise BundleError(str(error)) from None
     require_as_said(folder, entries, files)
-    return Bundle(folder, manifest["conventions"], recipe, entries, files)
+    conventions = {name: (value, sentence) for name, (value, sentence) in manifest["conventions"].items()}
+    return Bundle(folder, conventions, recipe, entries, files)
 
 
 def require_as_said(folder: Path, entries: Mapping[str, Entry], files: Mapping[str, Mapping[str, np.ndarray]]) -> None:

@@ -12,7 +12,7 @@ A rung that fails makes those above it fail, so the first is the one to mend.
 """
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Iterator, Mapping, Sequence
+from typing import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from refimpl.autograd import Frame
 from refimpl.comm import Comm, run_threads
 from refimpl.comm.base import SerialComm
 from refimpl.golden.bundle import Bundle
-from refimpl.golden.emulate import FORMATS
+from refimpl.golden.emulate import FORMATS, Rounding
 from refimpl.golden.judge import FLOAT64, Rho, rho, same_in
 from refimpl.golden.limits import LIMITS
 from refimpl.golden.manifest import BundleError, Entry
@@ -31,6 +31,8 @@ from refimpl.golden.trace import trace
 
 RUNGS = ("inputs", "exact", "ops", "trace", "comm", "gradients", "optimizer")
 ROUNDING = 16.0                                         # times its limit: what is more is no rounding, in a gauge's gradient
+ALIKE = 1e-12                                           # relative difference of what differs by rounding in float64 only
+Key = tuple[str, int | None]                           # a value, and a rank where it is its part
 Parts = list[dict[str, np.ndarray]]                     # every rank's values
 
 
@@ -77,10 +79,11 @@ def rung_of(key: str, entry: Entry) -> str:
     return "comm" if entry.role == "comm" else "gradients" if entry.phase == "backward" else "trace"
 
 
-def every_rank(recipe: Recipe, frames: Sequence[Frame] = ()) -> Parts:
+def every_rank(recipe: Recipe, frames: Sequence[Frame] = (), rounding: Callable[[], Rounding] | None = None) -> Parts:
     """What each rank has, computed here, on threads."""
     def values(comm: Comm) -> dict[str, np.ndarray]:
-        return {key: value.array for key, value in trace(recipe, comm, frames=frames).items()}
+        run = trace(recipe, comm, rounding() if rounding else None, frames)
+        return {key: value.array for key, value in run.items()}
     n = int(np.prod(list(recipe.mesh.values())))
     return run_threads(n, values) if n > 1 else [values(SerialComm())]
 
@@ -126,15 +129,20 @@ def examined(f: Found, bundle: Bundle, dtype: str, wrong: Parts) -> Line:
 
 def controls(f: Found, expected: np.ndarray, bundle: Bundle, wrong: Parts) -> Iterator[tuple[str, np.ndarray]]:
     """What a comparison must fail on: zeros, the right numbers in wrong places (unless they are all alike), other inputs' (of a
-    trace, another seed's)."""
+    trace, another seed's; unless it does not depend on what is other)."""
     yield "zeros", np.zeros_like(expected)
     moved = np.roll(expected, 1)
-    if not ((moved == expected) | np.isnan(moved) & np.isnan(expected)).all():
+    if not alike(moved, expected):
         yield "the right numbers in wrong places", moved
     if same_form(wrong, bundle, f.key):
         other = part_of(wrong, bundle, f.key, f.rank)
-        if not np.array_equal(other, expected, equal_nan=True):         # (it may not depend on what is other)
+        if not alike(other, expected):
             yield "the values of other inputs", other
+
+
+def alike(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether they are the same but for rounding in float64."""
+    return np.allclose(a, b, rtol=ALIKE, atol=0.0, equal_nan=True)
 
 
 def same_form(run: Parts, bundle: Bundle, key: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Mapping, Sequence
 import numpy as np
 
 from refimpl.golden.bundle import Bundle
-from refimpl.golden.check import RUNGS, Line, Parts, every_rank, part_of, same_form, sigma_in
+from refimpl.golden.check import RUNGS, Key, Line, Parts, every_rank, part_of, same_form, sigma_in
 from refimpl.golden.limits import LIMITS
 from refimpl.golden.noise import rms
 from refimpl.golden.suspects import SUSPECTS, Suspect
@@ -20,7 +20,6 @@ EXPLAINED = 0.7                                         # of the error: less is 
 SEEN = 1e-3                                             # of sigma: a smaller difference is none
 ENOUGH = 16                                             # numbers: along fewer, any error looks like any other
 NARROW = ("bfloat16", "float16")
-Key = tuple[str, int | None]
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,13 @@ def projected(values: Mapping[Key, np.ndarray], run: Parts, bundle: Bundle, dtyp
         expected, sigma = bundle.value(key, rank), sigma_in(bundle, key, rank, dtype)
         d = part_of(run, bundle, key, rank) - expected
         if sigma is not None and (np.abs(d) > SEEN * sigma).any():
-            return key, *along(values[key, rank] - expected, d, np.hypot(np.maximum(sigma, rms(sigma) / 64), entry.uncertainty))
+            return key, *along(values[key, rank] - expected, d, spread(sigma, entry.uncertainty))
     return None
+
+
+def spread(sigma: np.ndarray, uncertainty: float) -> np.ndarray:
+    """sigma for weights: no element counts for more than 64² typical ones."""
+    return np.hypot(np.maximum(sigma, rms(sigma) / 64), uncertainty)
 
 
 def is_made(amount: float, z: float) -> bool:

@@ -11,12 +11,11 @@ import numpy as np
 from refimpl.comm import Comm, run_threads
 from refimpl.comm.base import SerialComm
 from refimpl.golden.bundle import Bundle
-from refimpl.golden.check import Line, sigma_in
+from refimpl.golden.check import Key, Line, sigma_in
 from refimpl.golden.judge import rho
 from refimpl.golden.replay import replayed, valid_targets
 
 UNSEEN = 0.25                                           # rho of what heals, behind it: less than a quarter of rounding
-Key = tuple[str, int | None]
 
 
 def heal(lines: Sequence[Line], values: Mapping[Key, np.ndarray], bundle: Bundle, dtype: str) -> None:

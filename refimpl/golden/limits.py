@@ -16,15 +16,17 @@ EULER = 0.5772156649015329
 
 @dataclass(frozen=True)
 class Limits:
-    """Of rho of a whole value and of an element, of the trace and in local replay; and of a projection on a suspect's error."""
+    """Of rho of a whole value and of an element, of the trace and in local replay; of a projection on a suspect's error; and of
+    the z of a factor."""
     norm: float
     element: float
     local_norm: float
     local_element: float
     along: float
+    factor: float
 
 
-LIMITS = Limits(norm=6.5, element=12.5, local_norm=8.5, local_element=38.0, along=4.0)
+LIMITS = Limits(norm=6.5, element=12.5, local_norm=8.5, local_element=38.0, along=4.0, factor=9.5)
 
 
 def exceeded(mean: float, deviation: float, rate: float = RATE) -> float:
@@ -42,4 +44,5 @@ def limits_of(study: Mapping[str, Any]) -> Limits:
     def limit(of: str, local: bool = False) -> float:
         cells = [cell[of] for name, cell in study["comparisons"].items() if of in cell and ("local" in name) == local]
         return math.ceil(2 * MARGIN * max(max(exceeded(c["mean"], c["deviation"]), c["max"]) for c in cells)) / 2
-    return Limits(limit("norm"), limit("element"), limit("norm", True), limit("element", True), limit("along"))
+    return Limits(limit("norm"), limit("element"), limit("norm", True), limit("element", True), limit("along"),
+                  limit("factor"))

@@ -1,12 +1,16 @@
 """What is in a bundle, as text."""
 import fnmatch
 import math
+import textwrap
 from collections import Counter
 
 import numpy as np
 
 from refimpl.golden.bundle import Bundle
+from refimpl.golden.conventions import Value, text_of
 from refimpl.golden.manifest import Entry
+
+WIDTH = 80
 
 
 def listing(bundle: Bundle, pattern: str | None = None) -> str:
@@ -18,12 +22,17 @@ def listing(bundle: Bundle, pattern: str | None = None) -> str:
     mesh = ",".join(f"{axis}={n}" for axis, n in recipe.mesh.items()) if recipe else ""
     lines = [f"{len(entries)} values, {total} numbers, " + (
         f"{plural(recipe.steps, 'step')} of {plural(recipe.config.n_layers, 'layer')} on {mesh}" if recipe else "cases of ops")]
-    lines += ["", "conventions"] + [f"  {name:<14} {text}" for name, text in bundle.conventions.items()]
+    lines += ["", "conventions"] + [convention(name, *said) for name, said in bundle.conventions.items()]
     lines += ["", "values" + " " * 44 + "shape          kind       rounding in bfloat16"]
     lines += [f"  {key:<48} {str(list(e.place.shape)):<14} {e.kind:<10} {relative(bundle, key, e)}{place(e)}"
               for key, e in entries.items()]
     roles = Counter(e.role for e in entries.values())
     return "\n".join(lines + ["", ", ".join(f"{n} {role}" for role, n in roles.items())])
+
+
+def convention(name: str, value: Value, sentence: str) -> str:
+    return textwrap.fill(f"{text_of(value)}: {sentence}", WIDTH, initial_indent=f"  {name:<24} ", subsequent_indent=" " * 27,
+                         break_on_hyphens=False)
 
 
 def plural(n: int, what: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Mapping
 from refimpl.comm import Mesh
 from refimpl.comm.mesh import AXES
 from refimpl.files import parse_json
+from refimpl.golden.conventions import is_text, is_value
 from refimpl.golden.emulate import FORMATS
 from refimpl.golden.place import HOW, Placement, layout_of
 from refimpl.golden.recipe import Recipe
@@ -21,9 +22,10 @@ from refimpl.models import Config, parameters
 from refimpl.parallel import SequenceLayout
 from refimpl.tensorfile import DTYPES
 
-FORMAT, VERSION = "refimpl golden values", 1
+FORMAT, VERSION = "refimpl golden values", 2
 MAX_BYTES = 64_000_000
 MAX_RANKS = 256
+MAX_CONVENTIONS = 100
 MAX_SCORES = 2 ** 27                                    # batch_size · n_heads · seq_len²: 1 GiB
 ROLES = ("input", "param", "act", "grad", "comm", "opt")
 PHASES = ("forward", "backward", "update")
@@ -96,8 +98,9 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], Recipe | None, dict[str, 
         require({"recipe", "files", "values", "conventions"} <= found.keys(), "it must have recipe, conventions, files, values")
         recipe = None if found["recipe"] is None else recipe_of(found["recipe"])
         mesh = recipe.mesh if recipe else dict.fromkeys(AXES, 1)
-        require_texts(found["conventions"], "conventions")
-        require_texts(found["files"], "files")
+        require_conventions(found["conventions"])
+        require(isinstance(found["files"], dict) and all(isinstance(v, str) for v in found["files"].values()),
+                "files must be a table of texts")
         require(isinstance(found["values"], dict) and found["values"], "values must be a table with at least one value")
         entries = {key: entry_of(key, line, mesh) for key, line in found["values"].items()}
         if recipe:
@@ -112,8 +115,12 @@ def require(holds: Any, otherwise: str) -> None:
         raise ValueError(otherwise)
 
 
-def require_texts(table: Any, name: str) -> None:
-    require(isinstance(table, dict) and all(isinstance(v, str) for v in table.values()), f"{name} must be a table of texts")
+def require_conventions(table: Any) -> None:
+    require(isinstance(table, dict) and len(table) <= MAX_CONVENTIONS,
+            f"conventions must be at most {MAX_CONVENTIONS}, in a table")
+    for name, said in table.items():
+        require(is_text(name) and isinstance(said, list) and len(said) == 2 and is_value(said[0]) and is_text(said[1]),
+                f"convention {name[:100]!r} must be [value, sentence], not {str(said)[:200]}")
 
 
 def recipe_of(said: Any) -> Recipe:

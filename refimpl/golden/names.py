@@ -4,7 +4,8 @@
     Rule("model.layers.{i}.mlp.up_proj.weight", ("layers.{i}.mlp.up.w",), transposed=True)      stored (d_out, d_in)
     Rule("fcw", ("layers.{i}.mlp.up.w",), stacked=True, transposed=True)        all layers in one array, along axis 0
 
-`to_ours` and `to_theirs` undo each other.  Names that no rule knows are an error, so nothing is left out silently.
+`to_ours` and `to_theirs` undo each other.  Names that no rule knows are an error, and modules that are left out are counted, so
+nothing is left out silently.
 """
 import re
 from dataclasses import dataclass
@@ -33,23 +34,25 @@ class Names:
     """params: of parameters, their gradients and moments; acts: of what modules give, and its gradients.
 
     optional  a prefix that their names may have or lack
-    left_out  names of theirs that hold again what another has (a head whose matrix is the embedding's), or nothing of ours
+    again     parameters that hold again what another does, in a model whose head has the embedding's matrix
+    left_out  modules that give again what another does, or nothing of ours
     """
     params: tuple[Rule, ...]
     acts: tuple[Rule, ...]
     optional: str = ""
+    again: tuple[Rule, ...] = ()
     left_out: tuple[str, ...] = ()
 
-    def find(self, kind: str, theirs: str) -> tuple[Rule, str] | None:
+    def find(self, kind: str, theirs: str, tied: bool = False) -> tuple[Rule, str] | None:
         """The rule for a name of theirs, and the layer that stands in it ("" where none does)."""
         theirs = theirs.removeprefix(self.optional)
-        for rule in self.acts if kind in ACTS else self.params:
+        for rule in self.acts if kind in ACTS else (*(self.again if tied else ()), *self.params):
             if found := fits(rule.theirs, theirs):
                 return rule, (found.groups() or ("",))[0]
         return None
 
-    def leaves_out(self, theirs: str) -> bool:
-        return any(fits(name, theirs.removeprefix(self.optional)) for name in self.left_out)
+    def leaves_out(self, kind: str, theirs: str) -> bool:
+        return kind in ACTS and any(fits(name, theirs.removeprefix(self.optional)) for name in self.left_out)
 
 
 ACTS = ("act", "dact")
@@ -112,14 +115,14 @@ HF_GPT2 = Names(                                        # transformers' GPT2LMHe
             Rule("h.{i}.attn.c_attn.weight", side_by_side(".w")), Rule("h.{i}.attn.c_attn.bias", side_by_side(".b")),
             *weight_and_bias("h.{i}.attn.c_proj", f"{L}.attn.o"), *gain_and_bias("h.{i}.ln_2", f"{L}.norm2"),
             *weight_and_bias("h.{i}.mlp.c_fc", f"{L}.mlp.up"), *weight_and_bias("h.{i}.mlp.c_proj", f"{L}.mlp.down"),
-            *gain_and_bias("ln_f", "norm")),
+            *gain_and_bias("ln_f", "norm"), Rule("lm_head.weight", ("head.w",), transposed=True)),
     acts=(Rule("h.{i}.attn.c_attn", side_by_side("")), *each({
         "wte": "embed", "wpe": "positions", "drop": "add", "h.{i}.ln_1": f"{L}.norm1.layer_norm",
         "h.{i}.attn.c_proj": f"{L}.attn.add",
         "h.{i}.ln_2": f"{L}.norm2.layer_norm", "h.{i}.mlp.c_fc": f"{L}.mlp.up", "h.{i}.mlp.act": f"{L}.mlp.gelu_tanh",
         "h.{i}.mlp.c_proj": f"{L}.mlp.add", "h.{i}": f"{L}.add#2", "ln_f": "norm.layer_norm", "lm_head": "head"})),
-    optional="transformer.", left_out=("lm_head.weight", "h.{i}.attn", "h.{i}.mlp", "h.{i}.attn.attn_dropout",
-                                       "h.{i}.attn.resid_dropout", "h.{i}.mlp.dropout"))
+    optional="transformer.", again=(Rule("lm_head.weight", ("embed.w",)),),
+    left_out=("h.{i}.attn", "h.{i}.mlp", "h.{i}.attn.attn_dropout", "h.{i}.attn.resid_dropout", "h.{i}.mlp.dropout"))
 HF_LLAMA = Names(                                       # transformers' LlamaForCausalLM: nn.Linear keeps (d_out, d_in)
     params=(*each({"embed_tokens.weight": "embed.w", "layers.{i}.input_layernorm.weight": f"{L}.norm1.g",
                    "layers.{i}.post_attention_layernorm.weight": f"{L}.norm2.g", "norm.weight": "norm.g"}),
@@ -133,7 +136,8 @@ HF_LLAMA = Names(                                       # transformers' LlamaFor
                "layers.{i}.mlp.gate_proj": f"{L}.mlp.gate", "layers.{i}.mlp.up_proj": f"{L}.mlp.up",
                "layers.{i}.mlp.down_proj": f"{L}.mlp.reduce_from", "layers.{i}": f"{L}.add#2", "norm": "norm.rms_norm",
                "lm_head": "head"}),
-    optional="model.", left_out=("layers.{i}.self_attn", "layers.{i}.mlp", "layers.{i}.mlp.act_fn", "rotary_emb"))
+    optional="model.", again=(Rule("lm_head.weight", ("embed.w",)),),
+    left_out=("layers.{i}.self_attn", "layers.{i}.mlp", "layers.{i}.mlp.act_fn", "rotary_emb"))
 LLM_C = Names(                                          # train_gpt2.c: all layers in one array; weights are (d_out, d_in)
     params=(*each({"wte": "embed.w", "wpe": "positions.w", "lnfw": "norm.g", "lnfb": "norm.b"}),
             *each({"ln1w": f"{L}.norm1.g", "ln1b": f"{L}.norm1.b", "attprojb": f"{L}.attn.o.b", "ln2w": f"{L}.norm2.g",

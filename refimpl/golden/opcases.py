@@ -13,7 +13,9 @@ The static arguments of each case are in the manifest, under "cases".
 """
 import json
 from contextlib import nullcontext, suppress
+from copy import copy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
@@ -43,6 +45,13 @@ MOVES = ("reshape", "transpose", "concat", "split", "slice_axis", "pad", "repeat
 Values = dict[str, Value]
 
 
+class Turned(nullcontext):
+    """In place of a Rounding: arguments and cotangents are the right numbers in other places."""
+
+    def round(self, a: np.ndarray) -> np.ndarray:
+        return np.roll(a, 1)
+
+
 @dataclass(frozen=True)
 class OpCase:
     """One call of an op, or of a collective on `ranks` ranks."""
@@ -50,7 +59,7 @@ class OpCase:
     op: str
     name: str
     static: dict[str, Any]
-    run: Callable[[Rounding | None], Values]
+    run: Callable[[Rounding | Turned | None], Values]
 
     @property
     def key(self) -> str:
@@ -66,7 +75,7 @@ def op_cases() -> Iterator[OpCase]:
         for name, cases in table.items():
             for case in cases:
                 def run(rounding, suite=suite, name=name, case=case):
-                    if rounding and suite == "exact":
+                    if isinstance(rounding, Rounding) and suite == "exact":
                         rounding.exact = True           # sums of these round nothing, either
                     return values_of(f"{suite}/{name}/{case.name}", name, case.arrays, case.static, rounding)
                 yield OpCase(suite, name, case.name, case.static, run)
@@ -78,8 +87,9 @@ def op_cases() -> Iterator[OpCase]:
                 yield OpCase("collectives", name, f"{row.name}/{n}", row.held(n, 0)[1], run_on_ranks)
 
 
-def values_of(key: str, name: str, arrays: Any, static: dict[str, Any], rounding: Rounding | None, of_rank: str = "") -> Values:
-    """The arguments and results of one call.  With `rounding` the arguments are rounded, too."""
+def values_of(key: str, name: str, arrays: Any, static: dict[str, Any], rounding: Rounding | Turned | None, of_rank: str = ""
+              ) -> Values:
+    """The arguments and results of one call.  With `rounding` the arguments and cotangents are rounded, too, or turned."""
     held = tuple(rounding.round(a) if rounding and a is not None else a for a in arrays)
     with np.errstate(all="ignore"), rounding or nullcontext():
         y, vjp = call(REGISTRY[name], held, static)
@@ -100,16 +110,13 @@ def values_of(key: str, name: str, arrays: Any, static: dict[str, Any], rounding
     return out
 
 
+@cache
 def other_outputs() -> dict[str, np.ndarray]:
-    """What the ops give for other arguments, the same numbers in other places: what a comparison must not take for right."""
+    """What the ops and collectives give for the same numbers in other places: what a comparison must not take for right."""
     out: dict[str, np.ndarray] = {}
-    for suite, table in serial_cases():
-        for name, cases in table.items():
-            for case in cases:
-                moved = tuple(None if a is None else np.roll(a, 1) for a in case.arrays)
-                with suppress(ValueError):              # some places are not allowed
-                    values = values_of(f"{suite}/{name}/{case.name}", name, moved, case.static, None)
-                    out |= {key: v.array for key, v in values.items() if v.role != "input"}
+    for case in op_cases():
+        with suppress(ValueError):                      # some places are not allowed
+            out |= {key: v.array for key, v in case.run(Turned()).items() if v.role != "input"}
     return out
 
 
@@ -120,15 +127,12 @@ def cotangent(key: str, y: np.ndarray) -> np.ndarray:
     return np.round(draw(key, y.shape) * 32) / 8
 
 
-def of_ranks(key: str, name: str, row: Any, n: int, rounding: Rounding | None) -> Values:
+def of_ranks(key: str, name: str, row: Any, n: int, rounding: Rounding | Turned | None) -> Values:
     """One call of a collective on n ranks, as threads: every rank's arguments and results."""
     def main(comm: Comm) -> Values:
         mesh = Mesh(tp=n, comm=comm.fixed_order())
         arrays, static = row.arguments(mesh.tp, "float64")
-        each = None if rounding is None else Rounding("float32", rounding.seed)
-        if each and rounding:
-            each.fmt = rounding.fmt
-        return values_of(key, name, arrays, {"comm": mesh.tp, **static}, each, f".{comm.rank}")
+        return values_of(key, name, arrays, {"comm": mesh.tp, **static}, copy(rounding), f".{comm.rank}")
     return {k: v for values in run_threads(n, main) for k, v in values.items()}
 
 
@@ -146,8 +150,8 @@ def make(out: Path, runs: int = RUNS) -> None:
             least = 0.0 if nothing else INSIDE * FORMATS["float32"].u * inside(case, truth, key)
             add(entries, parts, key, value, {dtype: np.maximum(found[key], np.where(np.isfinite(value.array), least, 0.0))
                                              for dtype, found in noise.items() if key in found})
-    about = {"generator": f"refimpl {release()}", "recipe": None, "runs": runs, "cases": said,
-             "conventions": {"cases": "the arguments are x0, x1 ...; y is op(x0, x1, ...); dx0 ... are vjp(dy)"}}
+    names = "x, y, dy, dx", "the arguments are x0, x1 ...; y is op(x0, x1, ...); dx0 ... are vjp(dy)"
+    about = {"generator": f"refimpl {release()}", "recipe": None, "runs": runs, "cases": said, "conventions": {"names": names}}
     with finished(out) as folder:
         write(folder, about, entries, parts)
 

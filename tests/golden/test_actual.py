@@ -148,11 +148,11 @@ def test_ranks_are_in_the_order_of_their_numbers(tmp_path):
     assert [int(found["x"].read()) for found in read(tmp_path)] == list(range(11))
 
 
-@pytest.mark.parametrize("there, said", [((0, 2), "0, 2"), ((1, 2), "1, 2"), ((3,), "3")])
+@pytest.mark.parametrize("there, said", [((0, 2), "0, 2: rank 1 is"), ((1, 2), "1, 2: rank 0 is"), ((3,), "3: rank 0 is")])
 def test_gaps_between_ranks_are_refused(tmp_path, bundle, capsys, there, said):
     for k in there:
         np.savez(tmp_path / f"rank{k}.npz", x=A)
-    require_refused(tmp_path, bundle, capsys, f"{tmp_path} has the ranks {said}: they must be numbered from 0 on")
+    require_refused(tmp_path, bundle, capsys, f"{tmp_path} has the ranks {said} missing, they must be numbered from 0 on")
 
 
 def test_two_files_of_one_rank_are_refused(tmp_path, bundle, capsys):

@@ -16,7 +16,7 @@ from refimpl.golden.actual import read
 from refimpl.golden.make import make
 from refimpl.golden.place import layout_of, located
 from refimpl.golden.recipe import MODELS, Recipe
-from refimpl.golden.session import compared
+from refimpl.golden.session import How, compared
 from refimpl.golden.trace import trace
 from refimpl.ops import Mask
 from refimpl.parallel import LAYOUTS, SequenceLayout, ring_attention
@@ -75,7 +75,7 @@ def test_the_values_are_those_of_one_rank_whatever_the_way(bundles, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_right_stack_passes_on_its_own_ranks(bundles, tmp_path, way, local):
     found = bundles(way)
-    report = compared(ran(found, tmp_path / "dump"), found, "float32", locally=local)
+    report = compared(ran(found, tmp_path / "dump"), found, How("float32", locally=local))
     assert report.status == 0 and not report.missing and not report.lacking, report.text()
 
 
@@ -100,7 +100,7 @@ def local_positions(x, positions, **static):
 def test_the_usual_mistakes_are_found_where_they_are_made(bundles, tmp_path, op, fn, first):
     """A missing mask, keys of other ranks that are forgotten, positions counted from 0 on each rank."""
     found = bundles("ring zigzag")
-    report = compared(ran(found, tmp_path / "dump", lambda: Replace(op, "*", fn)), found, "float32", locally=True)
+    report = compared(ran(found, tmp_path / "dump", lambda: Replace(op, "*", fn)), found, How("float32", locally=True))
     assert report.status == 1
     assert next(line.key for line in report.lines if line.failed) == f"step1/act/{first}"
     assert next(line.key for line in report.locally if line.failed) == f"step1/act/{first}"
@@ -118,7 +118,7 @@ def test_a_dump_in_another_layout_fails(bundles, tmp_path):
     for r in range(4):
         moved = np.ascontiguousarray(whole[:, 2 * (r % 2):][:, :2][:, :, 4 * (r // 2):][:, :, :4]).astype("float32")
         tensorfile.write(tmp_path / "other" / f"rank{r}.safetensors", {ACT: moved})
-    assert compared(read(tmp_path / "other"), found, "float32").status == 1
+    assert compared(read(tmp_path / "other"), found, How("float32")).status == 1
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)

@@ -10,13 +10,14 @@ from refimpl.comm.base import SerialComm
 from refimpl.golden.actual import Dumped
 from refimpl.golden.bundle import read
 from refimpl.golden.check import every_rank
-from refimpl.golden.emulate import Rounding
+from refimpl.golden.emulate import FORMATS, Rounding, rounded
+from refimpl.golden.factor import factors, rounded_runs
 from refimpl.golden.limits import LIMITS
 from refimpl.golden.make import make
 from refimpl.golden.match import UsageError
 from refimpl.golden.recipe import MODELS, Recipe
 from refimpl.golden.report import INCOMPLETE, MISMATCH, NO_POWER, PASS, json_text
-from refimpl.golden.session import compared
+from refimpl.golden.session import How, compared
 from refimpl.golden.suspects import SUSPECTS, Instead, scaled, with_static
 from refimpl.golden.trace import trace
 
@@ -60,7 +61,7 @@ def ranks_of(bundle):
 def report_of(bundle, *sets, dtype="float32", **options):
     """The report, of which every line fits a terminal, and which is JSON."""
     dumped = [{key: Dumped(key, a.shape, a.dtype.name, lambda a=a: a) for key, a in arrays.items()} for arrays in sets]
-    report = compared(dumped, bundle, dtype, command="refimpl golden check a --against b", **options)
+    report = compared(dumped, bundle, How(dtype, command="python -m refimpl golden check a --against b", **options))
     assert max(map(len, report.text().splitlines())) <= 80
     json.loads(json_text(report), parse_constant=pytest.fail)
     return report
@@ -112,7 +113,7 @@ def test_nothing_but_inputs_is_incomplete(gpt):
 def test_a_dump_of_nothing_is_refused(gpt):
     with pytest.raises(UsageError, match="there is nothing to compare"):
         report_of(gpt, {})
-    with pytest.raises(UsageError, match="there are arrays of 2 ranks, and the bundle is of 1"):
+    with pytest.raises(UsageError, match="there are arrays of 2 ranks, and the bundle is of 1: make one"):
         report_of(gpt, {}, {})
 
 
@@ -172,7 +173,7 @@ def test_the_report_has_the_numbers_of_the_first_wrong_value(gpt):
     text = report.text()
     assert f"first wrong   {UP}\n                trace, forward, step 1\n" in text
     assert f"there is      {line.rho.actual:.9g} where {line.rho.expected:.9g} belongs" in text
-    assert "at [1, 2, 3] of [4, 8, 32]" in text and "refimpl golden check a --against b --local" in text
+    assert "at [1, 2, 3] of [4, 8, 32]" in text and "    python -m refimpl golden check a --against b --local\n" in text
 
 
 def test_the_first_wrong_value_is_that_of_the_lowest_rung(gpt):
@@ -202,6 +203,7 @@ def test_a_value_whose_controls_would_pass_is_said_to_have_no_power(gpt):
     report = report_of(gpt, {key: values[key]})
     assert report.status == NO_POWER and report.lines[0].verdict == "no power"
     assert report.lines[0].note == "zeros would pass, too" and f"no power      {key}" in report.text()
+    assert "these are rounding alone in every stack" in report.text()
     assert report_of(gpt, {key: values[key], UP: values[UP]}).status == PASS
 
 
@@ -210,8 +212,8 @@ def test_the_json_says_what_the_report_says(gpt):
     values[UP][1, 2, 3] = np.nan
     report = report_of(gpt, values)
     said = json.loads(json_text(report))
-    assert said.keys() == {"verdict", "status", "dtype", "limits", "counts", "not_given", "parts_missing", "relation", "cause",
-                           "hidden", "lines", "locally"}
+    assert said.keys() == {"verdict", "status", "dtype", "limits", "conventions", "counts", "not_given", "parts_missing",
+                           "left_aside", "formats", "relation", "cause", "right_in", "hidden", "factor", "lines", "locally"}
     assert (said["verdict"], said["status"], said["dtype"], said["not_given"]) == ("MISMATCH", 1, "float32", [])
     assert len(said["lines"]) == len(gpt.entries) == sum(said["counts"].values()) and said["counts"]["fail"] == 1
     line, = (line for line in said["lines"] if line["verdict"] == "fail")
@@ -264,6 +266,66 @@ def test_gelu_of_the_other_form_is_seen_in_bfloat16_though_no_element_fails(gpt)
     assert "hidden        GELU in its erf form where the tanh form belongs" in report.text()
 
 
+# -- a factor that rounding hides --------------------------------------------------------------------------------------
+
+def times(values, factor, kind):
+    """The values, those of a kind times a factor and rounded again."""
+    return {key: rounded(a * factor, FORMATS["bfloat16"]) if key.startswith(kind) else a for key, a in values.items()}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_times_1_03_are_found_in_bfloat16(bundles, model):
+    right = ran(bundles[model], dtype="bfloat16")
+    right = {key: a for key, a in right.items() if not key.startswith(("step1/m", "step1/v", "step1/params"))}
+    report = report_of(bundles[model], times(right, 1.03, "step1/grad/"), dtype="bfloat16")
+    assert report.status == MISMATCH and not failed(report) and report.factor.key.startswith("step1/grad/")
+    assert 1.02 < report.factor.times < 1.04 and report.factor.z > LIMITS.factor
+    text = " ".join(report.text().split())
+    assert f"hidden {report.factor.key} is the right value times 1.0" in text and "mend what is hidden" in text
+    assert report_of(bundles[model], times(right, 1.001, "step1/grad/"), dtype="bfloat16").status == PASS
+
+
+def test_an_activation_times_1_03_is_found_in_bfloat16(gpt):
+    key = "step1/act/layers.1.attn.attention"
+    report = report_of(gpt, times({key: ran(gpt, dtype="bfloat16")[key]}, 1.03, key), dtype="bfloat16")
+    assert report.status == MISMATCH and (failed(report) == [key] or report.factor.key == key)
+    report = report_of(gpt, times({key: ran(gpt, dtype="bfloat16")[key]}, 0.985, key), dtype="bfloat16")
+    assert not failed(report) and report.factor.key == key and 0.98 < report.factor.times < 0.99
+
+
+def test_parts_of_a_sum_are_not_held_against_a_factor(two):
+    """A stack may cut them otherwise."""
+    runs = rounded_runs(two, "bfloat16")
+    values = {(key, r): 1.5 * two.value(key, r) for key in two.entries for r in (0, 1)}
+    found = {f.key for f in factors(values, runs, two, "bfloat16")}
+    assert Q in found and not [key for key in found if two.entries[key].kind != "canonical"]
+
+
+# -- the format --------------------------------------------------------------------------------------------------------
+
+def test_the_narrowest_format_of_what_is_no_input_decides(gpt):
+    """Under autocast most are float32: gradients, norms, inputs."""
+    values = {key: a.astype("float32") for key, a in ran(gpt, dtype="float16").items()}
+    values[Q] = values[Q].astype("float16")
+    report = report_of(gpt, values, dtype=None)
+    assert report.dtype == "float16" and report.status == PASS
+    assert "formats       float16 and float32: compared as float16, the narrowest" in report.text()
+    values[Q] = values[Q].astype("float32")
+    values["params/embed.w"] = values["params/embed.w"].astype("float16")
+    report = report_of(gpt, values, dtype=None)
+    assert report.dtype == "float32" and "formats " not in report.text()
+
+
+def test_what_is_right_in_a_narrower_format_is_said_to_be_so(gpt):
+    values = {key: a for key, a in ran(gpt, dtype="bfloat16").items() if key.startswith("step1/act/")}
+    report = report_of(gpt, values, dtype="float32")
+    assert report.status == MISMATCH and report.right_in == "bfloat16"
+    assert "right in bfloat16: if the stack computes in it, say --dtype bfloat16" in " ".join(report.text().split())
+    recipe, frames = SUSPECTS[0].changed(gpt.recipe)
+    assert report_of(gpt, ran(gpt, frames, recipe=recipe)).right_in == ""       # whose cause is known, and bfloat16 hides
+    assert report_of(gpt, {UP: values[UP] + 3.0}).right_in == ""
+
+
 # -- the op that errs --------------------------------------------------------------------------------------------------
 
 def louder(run, *arrays, **static):
@@ -294,6 +356,7 @@ def test_local_replay_names_the_op_that_errs(gpt, op, fn, where, key):
 def test_local_replay_of_a_right_stack_finds_nothing(gpt):
     report = report_of(gpt, ran(gpt), locally=True)
     assert report.status == PASS and len(report.locally) > 100 and "op that errs" not in report.text()
+    assert f"with --local up to {LIMITS.local_norm:g} of the whole, {LIMITS.local_element:g} of any element" in report.text()
 
 
 def test_local_replay_of_several_ranks_needs_every_ranks_own(two):
@@ -359,7 +422,7 @@ def test_the_part_of_a_rank_that_is_missing_is_incomplete(two):
     sets = ranks_of(two)
     del sets[1][Q]
     report = report_of(two, *sets)
-    assert report.status == INCOMPLETE and report.lacking == [Q] and f"parts missing {Q}\n" in report.text()
+    assert report.status == INCOMPLETE and report.lacking == {Q: [1]} and f"parts missing {Q} of rank 1\n" in report.text()
 
 
 def test_parts_of_a_sum_may_be_cut_otherwise_but_their_sum_may_not_differ(two):

@@ -99,7 +99,7 @@ def test_the_bundle_is_read_before_it_is_damaged(original, folder, capsys):
 # -- the manifest as a file --------------------------------------------------------------------------------------------
 
 def many_digits(text):
-    return text.replace(b'"version": 1', b'"version": 1' + b"0" * 5000)
+    return text.replace(b'"version": 2', b'"version": 2' + b"0" * 5000)
 
 
 AS_A_FILE = {
@@ -119,9 +119,9 @@ AS_A_FILE = {
     "a list": (lambda text: b"[]", "its format is not"),
     "null": (lambda text: b"null", "its format is not"),
     "another format": (lambda text: text.replace(b"refimpl golden values", b"refimpl checkpoint"), "its format is not"),
-    "version 2": (lambda text: text.replace(b'"version": 1', b'"version": 2'), "its version is 2, and 1 is read here"),
-    "version of text": (lambda text: text.replace(b'"version": 1', b'"version": "1.0"'), "its version is 1.0"),
-    "a version of a megabyte": (lambda text: text.replace(b'"version": 1', b'"version": "%s"' % (b"9" * 10 ** 6)),
+    "version 1": (lambda text: text.replace(b'"version": 2', b'"version": 1'), "its version is 1, and 2 is read here"),
+    "version of text": (lambda text: text.replace(b'"version": 2', b'"version": "1.0"'), "its version is 1.0"),
+    "a version of a megabyte": (lambda text: text.replace(b'"version": 2', b'"version": "%s"' % (b"9" * 10 ** 6)),
                                 "its version"),
 }
 
@@ -141,10 +141,9 @@ def test_a_manifest_of_100_megabytes_is_not_read(original, folder, capsys):
     require_damaged(original, folder, capsys, "has 100000000 bytes; a manifest has at most 64000000", quick=0.5)
 
 
-def test_a_folder_without_manifest_is_no_bundle(original, folder, tmp_path, capsys):
+def test_a_folder_without_manifest_is_no_bundle(original, folder, capsys):
     (folder / "manifest.json").unlink()
     require_damaged(original, folder, capsys, f"{folder} is no bundle: it has no manifest.json")
-    require_damaged(original, tmp_path / "nowhere", capsys, f"{tmp_path / 'nowhere'} is no bundle")
     (folder / "manifest.json").mkdir()
     require_damaged(original, folder, capsys, "is no bundle")
     (folder / "manifest.json").rmdir()
@@ -200,8 +199,20 @@ SAYS = {
     "values null": (top(values=None), "values must be a table"),
     "files a list": (top(files=[SHARED]), "files must be a table of texts"),
     "a sha256 that is a number": (top(files={SHARED: 1}), "files must be a table of texts"),
-    "conventions a text": (top(conventions="ours"), "conventions must be a table of texts"),
-    "a convention that is a list": (top(conventions={"loss": []}), "conventions must be a table of texts"),
+    "conventions a text": (top(conventions="ours"), "conventions must be at most 100, in a table"),
+    "conventions a list": (top(conventions=[["pre", "before"]]), "conventions must be at most 100, in a table"),
+    "101 conventions": (top(conventions={f"c{k}": [k, "k"] for k in range(101)}), "conventions must be at most 100"),
+    "a convention that is empty": (top(conventions={"loss": []}), "convention 'loss' must be [value, sentence]"),
+    "a convention that is a text": (top(conventions={"loss": "mean"}), "convention 'loss' must be [value, sentence]"),
+    "a convention of three": (top(conventions={"loss": [1, "a", "b"]}), "convention 'loss' must be [value, sentence]"),
+    "a convention without sentence": (top(conventions={"loss": [1, 2]}), "convention 'loss' must be [value, sentence]"),
+    "a convention that is null": (top(conventions={"loss": [None, "x"]}), "convention 'loss' must be [value, sentence]"),
+    "a convention that is a table": (top(conventions={"loss": [{}, "x"]}), "convention 'loss' must be [value, sentence]"),
+    "a convention of lists of lists": (top(conventions={"loss": [[[1]], "x"]}), "convention 'loss' must be [value, sentence]"),
+    "a convention of a megabyte": (top(conventions={"loss": ["x" * 10 ** 6, "x"]}), "convention 'loss' must be"),
+    "a convention of a thousand digits": (top(conventions={"lr": [10 ** 1000, "x"]}), "convention 'lr' must be"),
+    "a convention that moves the cursor": (top(conventions={"loss": ["\x1b[2J", "x"]}), "convention 'loss' must be"),
+    "a convention whose name does": (top(conventions={"\x1b[2J": [1, "x"]}), "must be [value, sentence]"),
     "a recipe that is a text": (top(recipe="gpt-micro"), "recipe must have attention, "),
     "a recipe without seed": (without("recipe", "seed"), "recipe must have attention, "),
     "a recipe with more": (recipe(dropout=0), "recipe must have attention, "),

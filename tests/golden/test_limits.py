@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from refimpl.golden import diagnose
+from refimpl.golden import diagnose, factor
 from refimpl.golden.limits import LIMITS, RATE, exceeded, limits_of
 from refimpl.golden.recipe import Recipe
 
@@ -32,10 +32,11 @@ def test_a_gumbel_variable_exceeds_it_as_often_as_said():
 def test_a_limit_is_the_largest_number_over_the_cells_or_what_was_seen():
     def cell(mean, deviation, largest):
         return {"mean": mean, "deviation": deviation, "max": largest}
-    study = {"comparisons": {"a": {"norm": cell(2, 0, 2.2), "element": cell(5, 0, 5.5), "along": cell(1, 1, 3)},
+    study = {"comparisons": {"a": {"norm": cell(2, 0, 2.2), "element": cell(5, 0, 5.5), "along": cell(1, 1, 3),
+                                   "factor": cell(0, 0, 1)},
                              "a local b": {"norm": cell(1, 1, 1), "element": cell(5.6, 0, 5.6)}}}
     limits = limits_of(study)                           # 2.2, 5.5, 1 + 4.94, 5.6, 1 + 4.94, all times 1.25
-    assert vars(limits) == {"norm": 3.0, "element": 7.0, "local_norm": 7.5, "local_element": 7.0, "along": 7.5}
+    assert vars(limits) == {"norm": 3.0, "element": 7.0, "local_norm": 7.5, "local_element": 7.0, "along": 7.5, "factor": 1.5}
 
 
 def test_the_limits_are_those_that_the_rule_makes_of_the_study():
@@ -63,12 +64,19 @@ def suspects(bundle):
     return diagnose.runs(bundle)
 
 
+@pytest.fixture(scope="module")
+def rounded_runs(bundle):
+    return {dtype: factor.rounded_runs(bundle, dtype) for dtype in diagnose.NARROW}
+
+
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.dtype} {way.name}")
-def test_a_right_stack_with_another_seed_stays_below_the_limits_and_is_as_the_study_says(way, bundle, suspects):
+def test_a_right_stack_with_another_seed_stays_below_the_limits_and_is_as_the_study_says(way, bundle, suspects, rounded_runs):
     values = false_alarms.run_of(way, bundle.recipe)
     found = list(false_alarms.rhos(values, bundle, way.dtype))
     assert max(f[1] for f in found) <= LIMITS.norm and max(f[2] for f in found) <= LIMITS.element
     assert max(false_alarms.projections(values, bundle, way.dtype, suspects), default=0.0) <= LIMITS.along
+    if way.dtype in rounded_runs:
+        assert false_alarms.factor_of(values, rounded_runs[way.dtype], bundle, way.dtype) <= LIMITS.factor
     for size in ("small", "large"):
         said = STUDY["values"][f"{way.dtype} {way.name}, {size}"]
         for k, of in ((1, "norm"), (2, "element")):

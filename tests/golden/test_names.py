@@ -9,7 +9,7 @@ from refimpl.comm.base import SerialComm
 from refimpl.golden.actual import Dumped
 from refimpl.golden.bundle import Bundle
 from refimpl.golden.manifest import Entry, whole_box
-from refimpl.golden.match import UsageError, matched
+from refimpl.golden.match import UsageError, left_aside, matched
 from refimpl.golden.names import NAMES, to_ours, to_theirs
 from refimpl.golden.place import Placement
 from refimpl.golden.recipe import MODELS, Recipe
@@ -99,14 +99,66 @@ def test_a_prefix_may_be_there_or_not(traces, whose, prefix, kind):
     assert {f.key: f.read().tobytes() for f in matched(dumped(longer), bundle, NAMES[whose])} == plain
 
 
-def test_what_theirs_hold_again_is_left_out(traces):
-    """A head whose matrix is the embedding's; modules whose result is that of the last part in them."""
+def test_modules_that_give_again_what_their_last_part_does_are_left_aside_and_named(traces):
     recipe, values = traces["gpt-micro"]
-    again = {"params/lm_head.weight": np.zeros(3), "step1/act/transformer.h.1.attn": np.zeros(1),
-             "step1/act/h.0.mlp": np.zeros(1)}
-    again["params/transformer.wte.weight"] = values["params/embed.w"]
-    found = matched(dumped(again), bundle_of(recipe, values), NAMES["hf-gpt2"])
-    assert [f.key for f in found] == ["params/embed.w"]
+    again = {"step1/act/transformer.h.1.attn": np.zeros(1), "step1/dact/h.0.mlp": np.zeros(1)}
+    given = dumped(again | {"params/transformer.wte.weight": values["params/embed.w"]})
+    assert [f.key for f in matched(given, bundle_of(recipe, values), NAMES["hf-gpt2"])] == ["params/embed.w"]
+    assert left_aside(given, NAMES["hf-gpt2"]) == list(again) and left_aside(given, None) == []
+    under = [{name.removeprefix("step1/"): d for name, d in given[0].items()}]
+    assert len(left_aside(under, NAMES["hf-gpt2"], "step1/")) == 2
+
+
+@pytest.mark.parametrize("name", ["step1/grad/h.0.attn", "params/h.0.mlp", "step1/m/h.0.attn.attn_dropout"])
+def test_a_modules_name_among_parameters_is_an_error(traces, name):
+    with pytest.raises(UsageError, match="those names have no rule for it among the parameters"):
+        matched(dumped({name: np.zeros(3)}), bundle_of(*traces["gpt-micro"]), NAMES["hf-gpt2"])
+
+
+TIED_LLAMA = replace(MODELS["llama-micro"], tied=True)
+
+
+@pytest.mark.parametrize("whose, name, config", [("hf-gpt2", "wte.weight", MODELS["gpt-micro"]),
+                                                 ("hf-llama", "model.embed_tokens.weight", TIED_LLAMA)])
+def test_the_matrix_of_a_tied_head_is_compared(traces, whose, name, config):
+    """Alone it stands for the embedding's, beside it it must be the same."""
+    bundle = bundle_of(Recipe(config, steps=1), traces["gpt-micro"][1])
+    key, g = "step1/grad/embed.w", traces["gpt-micro"][1]["step1/grad/embed.w"]
+
+    def found(**arrays):
+        return matched(dumped({f"step1/grad/{theirs}": a for theirs, a in arrays.items()}), bundle, NAMES[whose])
+    alone, = found(**{"lm_head.weight": 5 * g})
+    assert (alone.key, alone.problem) == (key, "") and np.array_equal(alone.read(), 5 * g)
+    both, = found(**{"lm_head.weight": g, name: g})
+    assert both.where == f"step1/grad/{name}" and not both.problem
+    one, other = found(**{"lm_head.weight": 5 * g, name: g})
+    assert (one.key, one.problem, other.key) == (key, "", key) and np.array_equal(one.read(), g)
+    assert other.problem == f"step1/grad/lm_head.weight differs from step1/grad/{name}, and both are one matrix"
+    wrong = [f.problem for f in found(**{"lm_head.weight": g[:3], name: g})]
+    assert wrong[0] == "" and wrong[1].startswith("has shape [3, 16], ")
+
+
+def test_a_head_of_its_own_beside_gpt2s_names_is_compared_with_its_own_matrix(traces):
+    recipe = Recipe(replace(MODELS["gpt-micro"], tied=False), steps=1)
+    values = {"params/head.w": np.arange(640.0).reshape(16, 40)}
+    found, = matched(dumped({"params/lm_head.weight": values["params/head.w"].T}), bundle_of(recipe, values), NAMES["hf-gpt2"])
+    assert np.array_equal(found.read(), values["params/head.w"])
+
+
+@pytest.mark.parametrize("name, words", [
+    ("step1/act/transformer.h.0.attn.c_attn", "; it is a name of hf-gpt2: "),
+    ("step1/grad/qkvw", "llm.c"), ("params/model.layers.0.mlp.up_proj.weight", "hf-llama"),
+    ("transformer.h.0.ln_1.weight", "--as says so once for all; it is a name of hf-gpt2"), ("step1/act/h.0.mlp", "hf-gpt2")])
+def test_a_name_that_a_map_knows_suggests_the_map(traces, name, words):
+    with pytest.raises(UsageError) as caught:
+        matched(dumped({name: np.zeros(3)}), bundle_of(*traces["gpt-micro"]))
+    assert words in str(caught.value) and "--names says whose it is" in str(caught.value)
+
+
+def test_one_number_in_a_list_is_a_scalar(traces):
+    recipe, values = traces["gpt-micro"]
+    found, = matched(dumped({"step1/loss": values["step1/loss"].reshape(1)}), bundle_of(recipe, values))
+    assert not found.problem and found.read().shape == () and found.read() == values["step1/loss"]
 
 
 # -- facts that are known ----------------------------------------------------------------------------------------------
@@ -196,7 +248,8 @@ def test_a_part_that_the_model_has_not_is_an_error(traces):
      "has shape [16, 71], 1152 numbers belong in it (params/layers.0.attn.q"),
     ("llm.c", "params/qkvw", (3, 72, 16), "has shape [3, 72, 16], 2304 numbers belong in it (params/layers.0.attn.q.w, "),
     (None, "params/embed.w", (16, 40), "has shape [16, 40], params/embed.w has [40, 16]"),
-    (None, "step1/loss", (1,), "has shape [1], step1/loss has []")])
+    (None, "step1/loss", (2,), "has shape [2], step1/loss has []"),
+    (None, "step1/loss", (1, 1), "has shape [1, 1], step1/loss has []")])
 def test_another_size_is_a_mismatch_with_a_sentence(traces, whose, name, shape, said):
     found = matched(dumped({name: np.zeros(shape)}), bundle_of(*traces["gpt-micro"]), NAMES.get(whose))
     assert found and all(f.problem.startswith(said) for f in found)

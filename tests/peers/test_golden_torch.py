@@ -24,7 +24,7 @@ from refimpl.golden.bundle import read
 from refimpl.golden.make import make
 from refimpl.golden.names import NAMES, to_theirs
 from refimpl.golden.recipe import MODELS, Recipe
-from refimpl.golden.session import compared
+from refimpl.golden.session import How, compared
 from refimpl.models import Config
 
 CONFIGS = {
@@ -104,7 +104,7 @@ def train(model, bundle, dtype, kept, name_of=lambda name, a: (name, a), autocas
 
 def checked(values, bundle, dtype, names, folder, locally=False):
     safetensors.torch.save_file(values, folder / "dump.safetensors")
-    return compared(read_dump(Path(folder) / "dump.safetensors"), bundle, dtype, NAMES.get(names), locally=locally)
+    return compared(read_dump(Path(folder) / "dump.safetensors"), bundle, How(dtype, NAMES.get(names), locally=locally))
 
 
 def of_transformers(family, bundle, attention):
