@@ -11,6 +11,8 @@ Reference: Liu and Abbeel 2023 (Blockwise Parallel Transformer), algorithm 1
 """
 from dataclasses import replace
 
+import numpy as np
+
 from refimpl.autograd import Params, Tensor, recompute, scoped
 from refimpl.models.attention import heads, keys_and_values, output
 from refimpl.models.config import Config
@@ -25,27 +27,27 @@ from refimpl.parallel import whole_keys
 def blockwise(x: Tensor, p: Params, cfg: Config, ctx: Context) -> Tensor:
     """x[B, T, D] -> x[B, T, D]: what `decoder.block` gives, by blocks of plan.block positions."""
     T = x.shape[1]
-    k, v = recompute(keys, x, p, cfg, ctx)
+    k, v, of_keys = recompute(keys, x, p, cfg, ctx)
     sizes = tuple(min(ctx.plan.block, T - start) for start in range(0, T, ctx.plan.block)) or (0,)
     done, start = [], 0
     for part in split(x, sizes=sizes, axis=1):
         here = replace(ctx, positions=ctx.positions[start:start + part.shape[1]])
-        done.append(recompute(one, part, k, v, p, cfg, ctx, here))
+        done.append(recompute(one, part, k, v, of_keys, p, cfg, here))
         start += part.shape[1]
     return concat(*done, axis=1)
 
 
-def keys(x: Tensor, p: Params, cfg: Config, ctx: Context) -> tuple[Tensor, Tensor]:
+def keys(x: Tensor, p: Params, cfg: Config, ctx: Context) -> tuple[Tensor, Tensor, np.ndarray]:
+    """Keys and values of all positions, and these, int[S]."""
     x = norm(x, p / "norm1", cfg) if cfg.norm_place == "pre" else x
     return whole_keys(*keys_and_values(enter(x, ctx), p / "attn", cfg, ctx), ctx.mesh.cp, ctx.sequence)
 
 
-def one(x: Tensor, k: Tensor, v: Tensor, p: Params, cfg: Config, ctx: Context, here: Context) -> Tensor:
+def one(x: Tensor, k: Tensor, v: Tensor, of_keys: np.ndarray, p: Params, cfg: Config, here: Context) -> Tensor:
     """A block x[B, c, D] of the positions of `here`, which meets the keys and values of all."""
     def attention(x: Tensor) -> Tensor:
         q = heads(enter(x, here), "q", p / "attn", cfg, here)
-        of_keys = ctx.sequence.order(ctx.mesh.cp.size)
-        y = blockwise_attention(q, k, v, None, None, here.positions, of_keys, mask=ctx.mask)
+        y = blockwise_attention(q, k, v, None, None, here.positions, of_keys, mask=here.mask)
         return output(y, p / "attn", cfg, here)
     if cfg.norm_place == "post":
         x = norm(x + attention(x), p / "norm1", cfg)

@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 
 from refimpl.autograd import Params, Tensor
-from refimpl.comm import Mesh, shares
+from refimpl.comm import Mesh
 from refimpl.models.config import Config
 from refimpl.ops import CAUSAL, Mask, dropout
-from refimpl.parallel import ATTENTIONS, LAYOUTS, SequenceLayout, all_gather, copy_to, reduce_from, reduce_scatter, share
+from refimpl.parallel import (ATTENTIONS, LAYOUTS, SequenceLayout, all_gather, copy_to, even_sizes, reduce_from, reduce_scatter,
+                              share)
 from refimpl.rng import stream
 
 
@@ -52,7 +53,7 @@ class Context:
 
     def __post_init__(self) -> None:
         if self.sequence is None:
-            if self.mesh.cp.size > 1:
+            if self.mesh.wide(("cp",)):
                 raise ValueError(f"the mesh {self.mesh} cuts sequences: Context.over says how")
             object.__setattr__(self, "sequence", SequenceLayout("contiguous", len(self.positions)))
 
@@ -60,7 +61,7 @@ class Context:
     def over(cls, mesh: Mesh, rows: np.ndarray, length: int, plan: Plan = Plan(), **others: Any) -> "Context":
         """Of sequences of `length` positions, of which this rank has those that the plan's layout gives it."""
         sequence = SequenceLayout(plan.layout, length)
-        return cls(mesh, rows, sequence.positions(mesh.cp.rank, mesh.cp.size), sequence=sequence, plan=plan, **others)
+        return cls(mesh, rows, sequence.own_positions(mesh.cp), sequence=sequence, plan=plan, **others)
 
     @property
     def between(self) -> np.ndarray:
@@ -90,7 +91,7 @@ def enter(x: Tensor, ctx: Context) -> Tensor:
     """
     if not ctx.plan.sequence_parallel:
         return copy_to(x, comm=ctx.mesh.tp)
-    return all_gather(x, comm=ctx.mesh.tp, axis=1, sizes=shares(len(ctx.positions), ctx.mesh.tp.size))
+    return all_gather(x, comm=ctx.mesh.tp, axis=1, sizes=even_sizes(len(ctx.positions), ctx.mesh.tp))
 
 
 def leave(x: Tensor, ctx: Context) -> Tensor:

@@ -11,6 +11,8 @@ On one rank nothing travels, and ring and all_to_all are blockwise.
 """
 from typing import Any
 
+import numpy as np
+
 from refimpl import ops
 from refimpl.autograd import Tensor
 from refimpl.comm import Comm
@@ -39,16 +41,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, comm: Comm, layout: SequenceLayou
         with refused_by_all(comm, how):
             check_part(q.array, k.array, v.array, None, comm, layout)
         require_alike(how, q.array, k.array, None, comm, layout, mask)
-    k, v = whole_keys(k, v, comm, layout)
+    k, v, of_keys = whole_keys(k, v, comm, layout)
     if comm.size == 1:
         return op(q, k, v, mask=mask)
-    return op(q, k, v, None, None, layout.positions(comm.rank, comm.size), layout.order(comm.size), mask=mask)
+    return op(q, k, v, None, None, layout.own_positions(comm), of_keys, mask=mask)
 
 
-def whole_keys(k: Tensor, v: Tensor, comm: Comm, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-    """Keys and values of all ranks, in the order layout.order(comm.size)."""
+def whole_keys(k: Tensor, v: Tensor, comm: Comm, layout: SequenceLayout) -> tuple[Tensor, Tensor, np.ndarray]:
+    """Keys and values of all ranks, and the positions int[S] in whose order they lie."""
     def whole(a: Tensor) -> Tensor:
         if comm.size == 1 and not set(a.cut) & set(comm.axes):
             return a
         return all_gather(a, comm=comm, axis=2, sizes=layout.sizes(comm.size))      # which on one rank takes the cut's tag off
-    return whole(k), whole(v)
+    return whole(k), whole(v), layout.order(comm.size)

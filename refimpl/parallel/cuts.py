@@ -53,6 +53,11 @@ def share(n: int, comm: Comm) -> slice:
     return slice(*even_bounds(n, comm.size)[comm.rank])
 
 
+def even_sizes(n: int, comm: Comm) -> tuple[int, ...]:
+    """How much each rank has of n, in shares that differ by at most one."""
+    return shares(n, comm.size)
+
+
 def even_bounds(n: int, parts: int) -> tuple[tuple[int, int], ...]:
     """(start, stop) of each of `parts` shares of n that differ by at most one."""
     ends = np.cumsum(shares(n, parts)).tolist()

@@ -41,6 +41,10 @@ class SequenceLayout:
         """int[T_r], read-only: the positions that this rank of `size` has, in its order."""
         return positions(self, size)[rank]
 
+    def own_positions(self, comm: Comm) -> np.ndarray:
+        """Those of this rank."""
+        return self.positions(comm.rank, comm.size)
+
     def sizes(self, size: int) -> tuple[int, ...]:
         """How many positions each rank has."""
         pieces = shares(self.length, 2 * size)          # of which each rank has two
@@ -52,7 +56,7 @@ class SequenceLayout:
 
     def own(self, a: np.ndarray, comm: Comm, axis: int = -1) -> np.ndarray:
         """This rank's part of an array with a whole sequence along `axis`."""
-        return np.take(a, self.positions(comm.rank, comm.size), axis=axis)
+        return np.take(a, self.own_positions(comm), axis=axis)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -81,17 +81,17 @@ def test_an_exact_case_may_not_be_off_by_one_unit(bundle, dtype):
 
 
 def test_what_has_no_power_is_empty_or_zero(bundle):
-    """At most 792 of 3890 values: 569 are empty, 218 are zeros by right (a product with 0, a cotangent that is not handed on).
-    The others are two gradients that are smaller than what rounds before them, and three ops next to 0, whose values differ by
+    """At most 860 values: 619 are empty, 234 are zeros by right (a product with 0, a cotangent that is not handed on).
+    The others are four gradients that are smaller than what rounds before them, and three ops next to 0, whose values differ by
     less than float32 has digits.  (799 when arguments alone were turned, of serial cases alone.)"""
     values = {key: np.asarray(bundle.value(key)) for key, e in bundle.entries.items() if e.role != "input"}
     lines, n = verdicts(bundle, values, "float32")
     without = [line for line in lines if line.verdict == "no power"]
-    assert not n["fail"] and n["no power"] <= 792
-    assert sum(not values[line.key].size for line in without) <= 569
-    assert sum(values[line.key].size > 0 and not values[line.key].any() for line in without) <= 218
+    assert not n["fail"] and n["no power"] <= 860
+    assert sum(not values[line.key].size for line in without) <= 619
+    assert sum(values[line.key].size > 0 and not values[line.key].any() for line in without) <= 234
     small = {line.key for line in without if values[line.key].any()}
-    assert small <= {*(f"edges/attention/huge logits/dx{k}" for k in (0, 1)),
+    assert small <= {*(f"edges/{op}/huge logits/dx{k}" for op in ("attention", "blockwise_attention") for k in (0, 1)),
                      *(f"ops/{op}/at zero/y" for op in ("exp", "sigmoid", "softplus"))}
 
 

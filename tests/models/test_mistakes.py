@@ -75,7 +75,7 @@ LOGITS = "logits(tokens, p, cfg, ctx)"
 GATHERED = f"all_gather({LOGITS}, comm=ctx.mesh.tp, sizes=[len(part) for part in np.array_split(range(11), ctx.mesh.tp.size)])"
 LOSS = f"return cross_entropy({LOGITS}, targets, cfg, ctx)"
 LAST = 'return x + mlp(norm(x, p / "norm2", cfg), p / "mlp", cfg, ctx)'
-RECOMPUTED = ("decoder", 'block(x, p / f"layers.{i}"', 'recompute(block, x, p / f"layers.{i}"')
+RECOMPUTED = ("decoder", 'layer(x, p / f"layers.{i}"', 'recompute(layer, x, p / f"layers.{i}"')
 
 NO_F = r"linear: an activation of shape .* is replicated over tp, its partner is not: copy_to it first \(f\)"
 F_AGAIN = "copy_to over tp takes a replicated value, but .* is varying there: a second f would add its gradient up twice"
