@@ -31,7 +31,7 @@ def attention(q, k, v, q_documents=None, k_documents=None, q_positions=None, k_p
     Residuals:  q, k, v, p
     Reference:  Vaswani et al. 2017, eq. 1; Ainslie et al. 2023 (GQA).  torch scaled_dot_product_attention(enable_gqa=True)
     """
-    check(q, k, v, q_documents, k_documents, q_positions, k_positions)
+    check("attention", q, k, v, q_documents, k_documents, q_positions, k_positions)
     xp = xp_of(q)
     B, H, T, K = q.shape
     G, S = k.shape[1:3]
@@ -59,18 +59,18 @@ def attention(q, k, v, q_documents=None, k_documents=None, q_positions=None, k_p
     return y, vjp
 
 
-def check(q, k, v, q_documents, k_documents, q_positions, k_positions):
+def check(name, q, k, v, q_documents, k_documents, q_positions, k_positions):
     whole = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] > 0
     if not whole or (q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]):
-        raise ValueError(f"attention: q{list(q.shape)}, k{list(k.shape)}, v{list(v.shape)} must be [B, H, T, K], [B, G, S, K], "
+        raise ValueError(f"{name}: q{list(q.shape)}, k{list(k.shape)}, v{list(v.shape)} must be [B, H, T, K], [B, G, S, K], "
                          f"[B, G, S, K] with G dividing H and K > 0")
     if (q_documents is None) != (k_documents is None):
-        raise ValueError("attention: documents of the queries and of the keys are given together, or not at all")
+        raise ValueError(f"{name}: documents of the queries and of the keys are given together, or not at all")
     for documents, of in ((q_documents, q), (k_documents, k)):
         if documents is not None and documents.shape != (of.shape[0], of.shape[2]):
-            raise ValueError(f"attention: documents{list(documents.shape)} must be [{of.shape[0]}, {of.shape[2]}]")
+            raise ValueError(f"{name}: documents{list(documents.shape)} must be [{of.shape[0]}, {of.shape[2]}]")
     if (q_positions is None) != (k_positions is None):
-        raise ValueError("attention: positions of the queries and of the keys are given together, or not at all")
+        raise ValueError(f"{name}: positions of the queries and of the keys are given together, or not at all")
     for positions, of in ((q_positions, q), (k_positions, k)):
         if positions is not None and positions.shape != of.shape[2:3]:
-            raise ValueError(f"attention: positions{list(positions.shape)} must be [{of.shape[2]}]")
+            raise ValueError(f"{name}: positions{list(positions.shape)} must be [{of.shape[2]}]")

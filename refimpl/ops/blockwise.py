@@ -41,7 +41,7 @@ def blockwise_attention(q, k, v, q_documents=None, k_documents=None, q_positions
     Residuals:  q, k, v, y, lse  (lse is the logarithm of the softmax's denominator, [B, G, H/G, 1, T])
     Reference:  Dao 2023 (FlashAttention-2), algorithms 1 and 2.  torch scaled_dot_product_attention, flash_attn_func
     """
-    check(q, k, v, q_documents, k_documents, q_positions, k_positions)
+    check("blockwise_attention", q, k, v, q_documents, k_documents, q_positions, k_positions)
     factor = scale_of(q, scale)
     seen = sight(mask, q.shape[2], k.shape[2], q_documents, k_documents, q_positions, k_positions)
     blocks = Blocks.of(q, block_q, block_k)
@@ -81,12 +81,13 @@ class Blocks:
     keys: int
 
     @classmethod
-    def of(cls, q: Array, block_q: int | None, block_k: int | None) -> "Blocks":
-        """The given sizes, or such that the scores of all heads in a block fit a core's cache.  Error: ValueError."""
+    def of(cls, q: Array, block_q: int | None, block_k: int | None, piece: int = LARGEST) -> "Blocks":
+        """The given sizes, or such that the scores of all heads in a block fit a core's cache, and at most `piece` positions,
+        which lie together.  Error: ValueError."""
         for name, size in (("block_q", block_q), ("block_k", block_k)):
             if size is not None and size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
-        side = LARGEST
+        side = max(1, min(LARGEST, piece))
         while side > 32 and q.shape[0] * q.shape[1] * side * side > SCORES:
             side //= 2
         return cls(block_q or side, block_k or side)
@@ -164,16 +165,16 @@ def scores(q: Array, k: Array, view: Any) -> Array:
 
 @dataclass(frozen=True)
 class Upstream:
-    """What the queries bring to the backward pass: dy[B, G, n, T, K], lse[B, G, n, 1, T], and dot = Σ y·dy [B, G, n, 1, T]."""
+    """What the queries bring to the backward pass: dy[B, G, n, T, K], lse and inner = Σ y·dy [B, G, n, 1, T]."""
     dy: Array
     lse: Array
-    dot: Array
+    inner: Array
 
     @classmethod
     def of(cls, dy: Array, y: Array, lse: Array, k: Array) -> "Upstream":
         xp = xp_of(dy)
-        dot = by_group(row_dot(y, dy), k).swapaxes(-1, -2)
-        return cls(by_group(dy, k), xp.where(lse == -xp.inf, xp.zeros_like(lse), lse), dot)
+        inner = by_group(row_dot(y, dy), k).swapaxes(-1, -2)
+        return cls(by_group(dy, k), xp.where(lse == -xp.inf, xp.zeros_like(lse), lse), inner)
 
 
 def attend_vjp(dq: Array, dk: Array, dv: Array, q: Array, k: Array, v: Array, up: Upstream, seen: Sight, blocks: Blocks,
@@ -187,7 +188,7 @@ def attend_vjp(dq: Array, dk: Array, dv: Array, q: Array, k: Array, v: Array, up
         xp.exp(p, out=p)
         dv[..., keys, :] += over_group(product(p, dy))
         ds = product(vb, dy.swapaxes(-1, -2))
-        ds -= up.dot[..., queries]
+        ds -= up.inner[..., queries]
         ds *= p
         dq[..., queries, :] += product(ds.swapaxes(-1, -2), kb)
         dk[..., keys, :] += over_group(product(ds, qb))

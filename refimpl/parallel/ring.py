@@ -62,7 +62,7 @@ def ring_attention(q, k, v, documents=None, comm=None, layout=None, mask=CAUSAL,
     """
     with refused_by_all(comm, "ring_attention"):
         check_part(q, k, v, documents, comm, layout)
-        blocks = Blocks.of(q, block_q, block_k)
+        blocks = Blocks.of(q, block_q, block_k, layout.piece(comm.size))
     require_alike("ring_attention", q, k, documents, comm, layout, mask, scale)
     positions = [layout.positions(r, comm.size) for r in range(comm.size)]
     ring, factor = Ring(comm, positions, documents, mask, blocks), scale_of(q, scale)
@@ -79,7 +79,7 @@ def check_part(q: Array, k: Array, v: Array, documents: Array | None, comm: Comm
     """Error: ValueError unless these are this rank's part of a sequence that is cut by the layout."""
     if type(layout) is not SequenceLayout:
         raise ValueError(f"layout must be a SequenceLayout, got {layout!r}")
-    check(q, k, v, documents, documents, None, None)
+    check("attention", q, k, v, documents, documents, None, None)
     n = layout.sizes(comm.size)[comm.rank]
     if (q.shape[2], k.shape[2]) != (n, n):
         raise ValueError(f"{layout.length} positions cut {layout.kind} over {comm.size} ranks are {n} on rank {comm.rank}, got "

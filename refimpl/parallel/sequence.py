@@ -50,6 +50,10 @@ class SequenceLayout:
         pieces = shares(self.length, 2 * size)          # of which each rank has two
         return shares(self.length, size) if self.kind != "zigzag" else tuple(pieces[r] + pieces[-1 - r] for r in range(size))
 
+    def piece(self, size: int) -> int:
+        """How many of a rank's positions lie together, at most: blocks of that many may be skipped as a whole."""
+        return -(-self.length // (2 * size)) if self.kind == "zigzag" else self.length
+
     def order(self, size: int) -> np.ndarray:
         """int[S]: the positions in the order in which all_gather joins the ranks' parts."""
         return np.concatenate(positions(self, size))

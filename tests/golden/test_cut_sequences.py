@@ -146,14 +146,13 @@ def test_sums_over_tp_of_cut_positions_are_sums():
 
 def test_mpirun_makes_the_bytes_of_the_threads(tmp_path):
     try:
-        start = mpirun_command(4)
+        start = mpirun_command(2)
     except CommError as error:
         pytest.skip(str(error))
-    recipe = recipe_of("ring zigzag", steps=1)
-    run_threads(4, lambda comm: make(recipe, comm, tmp_path / "threads", 8))
-    status, _, err, _ = execute([*start, sys.executable, "-m", "refimpl", "golden", "make", "--mesh", "cp=2,tp=2", "--model",
-                                 "llama-micro", "--attention", "ring", "--layout", "zigzag", "--steps", "1", "--runs", "8",
-                                 "--out", str(tmp_path / "mpi")])
+    recipe = Recipe(MODELS["gpt-micro"], dict(zip(AXES, (1, 2, 1))), steps=1, attention="ring", layout="zigzag")
+    run_threads(2, lambda comm: make(recipe, comm, tmp_path / "threads", 8))
+    how = ["--mesh", "cp=2", "--attention", "ring", "--layout", "zigzag", "--steps", "1", "--runs", "8"]
+    status, _, err, _ = execute([*start, sys.executable, "-m", "refimpl", "golden", "make", *how, "--out", str(tmp_path / "mpi")])
     assert status == 0, err
     made, threads = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("mpi", "threads"))
     assert made == threads

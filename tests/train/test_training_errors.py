@@ -43,8 +43,8 @@ def require_finite(path):
 
 def planted(monkeypatch, at, value, name="norm.g"):
     """In step `at` = 0, 1, ... the reduced gradient of a parameter has one element of this value."""
-    def poisoned(params, batches, cfg, mesh, seed, step, reduction):
-        found = gradients(params, batches, cfg, mesh, seed, step, reduction)
+    def poisoned(params, batches, cfg, mesh, seed, step, *how):
+        found = gradients(params, batches, cfg, mesh, seed, step, *how)
         if step == at and found.grads[name].array.size:
             found.grads[name].array.flat[0] = value
         return found
