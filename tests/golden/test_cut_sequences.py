@@ -152,7 +152,8 @@ def test_mpirun_makes_the_bytes_of_the_threads(tmp_path):
     recipe = Recipe(MODELS["gpt-micro"], dict(zip(AXES, (1, 2, 1))), steps=1, attention="ring", layout="zigzag")
     run_threads(2, lambda comm: make(recipe, comm, tmp_path / "threads", 8))
     how = ["--mesh", "cp=2", "--attention", "ring", "--layout", "zigzag", "--steps", "1", "--runs", "8"]
-    status, _, err, _ = execute([*start, sys.executable, "-m", "refimpl", "golden", "make", *how, "--out", str(tmp_path / "mpi")])
+    program = [sys.executable, "-m", "refimpl", "golden", "make", *how, "--out", str(tmp_path / "mpi")]
+    status, _, err, _ = execute([*start, *program])
     assert status == 0, err
     made, threads = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("mpi", "threads"))
     assert made == threads
