@@ -11,7 +11,8 @@
 
 A block of keys is sent on before the rank works on it, so its journey is hidden as long as the work takes longer: that is so
 from c = F/B positions on, for computers of F FLOP/s with B bytes/s between them (Liu et al. 2023, section 3).  What is not
-hidden is spent in `wait`.  In the backward pass the last message has nothing to hide behind: it brings dk and dv home.
+hidden is spent in `wait`, or where a message starts: there ranks agree that it is the same one (checked mode).  In the
+backward pass the last message has nothing to hide behind: it brings dk and dv home.
 
 What to expect: forward, almost all of the time under way is hidden; backward a part is not.  Ranks that share cores wait for
 each other, and threads take turns at Python: then less is.  The numbers are measured, so they are others in every run.  And y
@@ -68,9 +69,12 @@ def report(events: list[dict], ranks: int, plot: Path | None) -> None:
     print(f"\n{EACH} positions a rank, {HEADS} heads of {K}, causal, zigzag, {ranks} ranks\n")
     print(f"{'':10}{'time':>10}{'messages':>10}{'under way':>12}{'waited for':>12}{'hidden':>9}     of a rank, on average")
     for phase, calls in passes.items():
+        starts = [e for e in spans if e["name"].endswith(".start_permute") and e["cat"] == "collective"
+                  and e["args"]["phase"] == phase]
         own = [f for f in flights if any(c["rank"] == f["rank"] and c["ts"] <= f["ts"] <= c["ts"] + c["dur"] for c in calls)]
-        took, way, waited = (fsum(us) / ranks / 1e3 for us in ((c["dur"] for c in calls), (f["dur"] for f in own),
-                                                               (f["args"]["exposed_us"] for f in own)))
+        took, way, waited = (fsum(us) / ranks / 1e3 for us in (
+            (c["dur"] for c in calls), (f["dur"] for f in own),
+            [*(f["args"]["exposed_us"] for f in own), *(e["dur"] for e in starts)]))
         wanted = ranks * (ranks - 1) * (1 if phase == "forward" else 2)
         assert len(own) == (wanted if ranks > 1 else 0), f"{phase}: {len(own)} messages, not {wanted}"
         hidden = f"{1 - waited / way:.0%}" if way else "-"
@@ -93,7 +97,7 @@ def picture(file: Path, spans: list[dict], flights: list[dict], ranks: int) -> s
     for e in spans:
         if e["name"].endswith(".product"):
             bars_of[e["rank"], "products"].append((e["ts"] / 1e3, e["dur"] / 1e3))
-        elif e["name"].endswith("wait"):
+        elif e["name"].endswith((".wait", ".start_permute")) and e["cat"] != "transfer":
             bars_of[e["rank"], "waits"].append((e["ts"] / 1e3, e["dur"] / 1e3))
         elif e["name"] == "ring_attention":
             bars_of[e["rank"], "attention"].append((e["ts"] / 1e3, e["dur"] / 1e3))
