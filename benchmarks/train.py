@@ -47,7 +47,7 @@ def contend(kind: str, threads: int, folder: Path) -> None:
     comm = world(checked=False) if kind == "refimpl" else None
     mesh = Mesh(dp=comm.size, comm=comm) if comm else Mesh()
     options = Options(steps=10 ** 6, batch_size=BATCH, seq_len=T, lr=LR, dtype="float32", check_replicas=0,
-                      zero=mesh.dp.size > 1)
+                      zero=mesh.dp.size > 1, attention="blockwise")
     before = status("VmRSS")
     corpus = Data(integers(stream(0, "corpus"), np.arange(100_000), V))
     trainer = Trainer(corpus, cfg, options, mesh)
