@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from refimpl.autograd import Params, Tensor, recompute, scoped
-from refimpl.models.attention import heads, keys_and_values, output
+from refimpl.models.attention import grouped, heads, output, placed
 from refimpl.models.config import Config
 from refimpl.models.context import Context, enter
 from refimpl.models.mlp import mlp
@@ -40,13 +40,15 @@ def blockwise(x: Tensor, p: Params, cfg: Config, ctx: Context) -> Tensor:
 def keys(x: Tensor, p: Params, cfg: Config, ctx: Context) -> tuple[Tensor, Tensor, np.ndarray]:
     """Keys and values of all positions, and these, int[S]."""
     x = norm(x, p / "norm1", cfg) if cfg.norm_place == "pre" else x
-    return whole_keys(*keys_and_values(enter(x, ctx), p / "attn", cfg, ctx), ctx.mesh.cp, ctx.sequence)
+    x, p = enter(x, ctx), p / "attn"
+    k, v = placed(heads(x, "k", p, cfg), p / "k_norm", cfg, ctx), heads(x, "v", p, cfg)
+    return whole_keys(grouped(k, cfg, ctx), grouped(v, cfg, ctx), ctx.mesh.cp, ctx.sequence)
 
 
 def one(x: Tensor, k: Tensor, v: Tensor, of_keys: np.ndarray, p: Params, cfg: Config, here: Context) -> Tensor:
     """A block x[B, c, D] of the positions of `here`, which meets the keys and values of all."""
     def attention(x: Tensor) -> Tensor:
-        q = heads(enter(x, here), "q", p / "attn", cfg, here)
+        q = placed(heads(enter(x, here), "q", p / "attn", cfg), p / "attn" / "q_norm", cfg, here)
         y = blockwise_attention(q, k, v, None, None, here.positions, of_keys, mask=here.mask)
         return output(y, p / "attn", cfg, here)
     if cfg.norm_place == "post":

@@ -69,6 +69,7 @@ UP, GATE = 'h = column_parallel_linear(x, p["up.w"], p.get("up.b"))', 'column_pa
 DOWN, OUT = 'row_parallel_linear(h, p["down.w"])', 'row_parallel_linear(merge_heads(y), p["o.w"])'
 G_DOWN, G_OUT = f"leave({DOWN}, ctx)", f"leave({OUT}, ctx)"
 QKV = 'column_parallel_linear(x, p[f"{of}.w"], p.get(f"{of}.b"))'
+EACH = "heads(x, of, p, cfg) for of"
 LOOKUP = 'vocab_parallel_embedding(p["embed.w"], tokens, comm=ctx.mesh.tp, **words(cfg))'
 G_EMBED, HEAD = "x = leave(x, ctx)", 'column_parallel_linear(x, w, p.get("head.b"))'
 LOGITS = "logits(tokens, p, cfg, ctx)"
@@ -92,7 +93,8 @@ ALONE = r"add: an activation of shape .* is replicated over tp, its partner is n
 FORGOTTEN_F = {
     "before q, k and v": Mistake(NO_F, (("attention", F, "pass"),)),
     "before k and v, but not q": Mistake(NO_F, (
-        ("attention", F, "pass"), ("attention", QKV, QKV.replace("(x", '(copy_to(x, comm=ctx.mesh.tp) if of == "q" else x')))),
+        ("attention", F, "pass"),
+        ("attention", EACH, EACH.replace("(x", '(copy_to(x, comm=ctx.mesh.tp) if of == "q" else x')))),
     "before up": Mistake(NO_F, (("mlp", F, "pass"),)),
     "before the gate, but not up": Mistake(
         NO_F, (("mlp", F, f"whole = x; {F}"), ("mlp", GATE, GATE.replace("(x", "(whole"))), model="llama"),
@@ -264,7 +266,7 @@ RIGHT: dict[str, tuple[str, Changes]] = {
         ("decoder", 'attention(norm(x, p / "norm1"', 'attention(norm(copy_to(x, comm=ctx.mesh.tp), p / "norm1"'),
         ("decoder", LAST, LAST.replace("norm(x", "norm(copy_to(x, comm=ctx.mesh.tp)")))),
     "an f for each of q, k and v": ("gpt2", (
-        ("attention", F, "pass"), ("attention", QKV, QKV.replace("(x", "(copy_to(x, comm=ctx.mesh.tp)")))),
+        ("attention", F, "pass"), ("attention", EACH, EACH.replace("(x", "(copy_to(x, comm=ctx.mesh.tp)")))),
     "plain products, which see the cuts too": ("llama", (
         ("mlp", UP, UP.replace("column_parallel_linear", "ops.linear")),
         ("attention", OUT, 'ops.linear(merge_heads(y), p["o.w"])'))),
