@@ -20,7 +20,6 @@ and the gradients are those of one rank that has it all.
 """
 import argparse
 import json
-import logging
 import tempfile
 from collections import defaultdict
 from math import fsum
@@ -31,6 +30,7 @@ import numpy as np
 from refimpl.autograd import Layout, Tensor, value_and_grad
 from refimpl.comm import Comm, Mesh, launch
 from refimpl.comm.trace import Trace
+from refimpl.commands.pictures import NO_PICTURE, pyplot
 from refimpl.ops import CAUSAL, blockwise_attention, mul, sum
 from refimpl.parallel import SequenceLayout, ring_attention
 from refimpl.rng import draw
@@ -86,13 +86,9 @@ def report(events: list[dict], ranks: int, plot: Path | None) -> None:
 
 def picture(file: Path, spans: list[dict], flights: list[dict], ranks: int) -> str:
     """Of each rank a row of what it computes, and below it what is under way."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)
-    try:
-        import matplotlib
-    except ImportError:
-        return "no picture: pip install '.[run]' brings matplotlib"
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    plot = pyplot()
+    if plot is None:
+        return NO_PICTURE
     bars_of: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
     for e in spans:
         if e["name"].endswith(".product"):
@@ -103,7 +99,7 @@ def picture(file: Path, spans: list[dict], flights: list[dict], ranks: int) -> s
             bars_of[e["rank"], "attention"].append((e["ts"] / 1e3, e["dur"] / 1e3))
     for e in flights:
         bars_of[e["rank"], "under way"].append((e["ts"] / 1e3, e["dur"] / 1e3))
-    figure, axes = pyplot.subplots(figsize=(8, 1 + 0.75 * ranks), layout="constrained")
+    figure, axes = plot.subplots(figsize=(8, 1 + 0.75 * ranks), layout="constrained")
     colours = {"attention": "#c9d8ec", "products": "#1f5fa8", "waits": "#c2452d", "under way": "#7a9a3a"}
     for (rank, what), bars in sorted(bars_of.items(), key=lambda row: list(colours).index(row[0][1])):
         below = what == "under way"
@@ -115,7 +111,7 @@ def picture(file: Path, spans: list[dict], flights: list[dict], ranks: int) -> s
     figure.legend(handles.values(), handles.keys(), ncols=4, loc="outside upper center", frameon=False)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110)
-    pyplot.close(figure)
+    plot.close(figure)
     return f"picture: {file}"
 
 

@@ -12,7 +12,8 @@ each adds what its queries give, and the last sends them home; dq stays.  So of 
 
     forward  2(p - 1)·B·(S/p)·G·K elements         backward  4(p - 1)·B·(S/p)·G·K         and none where it is alone
 
-Softmaxes are merged as in ops/blockwise.py, so a rank holds two blocks of keys and values however long the sequence is.
+Softmaxes are merged as in ops/blockwise.py, so a rank holds two blocks of keys and values however long the sequence is (and
+of all ranks the positions, 8 bytes each).
 """
 from dataclasses import dataclass
 from typing import Any, Iterator, Sequence
