@@ -23,10 +23,12 @@ A ring makes an all_reduce of a reduce_scatter and an all_gather (06_ring_all_re
 One thing is added: a gain or a bias that is used between the matrices meets other positions on each rank, and its gradient must
 be summed over tp.  That does not grow with the tokens.
 
-What to expect: the same loss and gradients with and without, equal to one rank's, also where the positions do not divide;
-what travels for activations, with a ring, equal to the element; and the bytes that a layer keeps for the backward pass: between
-the matrices 1/p, inside them as before.  The input of the matrices is whole again behind f', and this implementation keeps it
-so (Megatron keeps 1/p of it, too, and gathers it once more in the backward pass).
+Behind f' the input of the matrices is whole again.  It may be kept so for the backward pass; or of it, too, 1/p, if it is
+gathered once more then (Plan.regather).
+
+What to expect: the same loss and gradients in all ways, equal to one rank's, also where the positions do not divide; what
+travels for activations, with a ring, equal to the element, and with regather one all_gather more for each f'; and the bytes
+that a layer keeps for the backward pass: between the matrices 1/p, with regather 1/p of all, Korthikanti's 34/t.
 Reference: Korthikanti et al. 2022, section 4.2.2
 """
 from typing import Any, Callable
@@ -47,7 +49,7 @@ L, D, F, H = CFG.n_layers, CFG.d_model, CFG.d_ff, CFG.n_heads
 B, T = 2, 64                                            # samples, positions
 UNEVEN = 27                                             # positions: on four ranks 7+7+7+6
 FLOAT, BOOL = 8, 1                                      # bytes of an element; of one of a dropout mask
-TP, SP = Plan(), Plan(sequence_parallel=True)
+WAYS = {"tp": Plan(), "tp, sp": Plan(sequence_parallel=True), "regather": Plan(sequence_parallel=True, regather=True)}
 PLACES = {"between the matrices": ("layer_norm", "dropout"), "their input, whole": ("attn.q", "mlp.up"), "inside": ("",)}
 
 
@@ -104,8 +106,8 @@ def main(comm: Comm) -> None:
     gauges = [name for name in placements(CFG, mesh) if name.endswith("attn.k.b")]         # their gradients are rounding alone
     off, travelled = 0.0, dict[tuple[int, str], dict[str, float]]()
     for length in (T, UNEVEN):
-        serial, _ = step(Mesh(), TP, length)
-        for name, plan in (("tp", TP), ("tp, sp", SP)):
+        serial, _ = step(Mesh(), Plan(), length)
+        for name, plan in WAYS.items():
             ours, sent = step(mesh, plan, length)
             worst = compare(*({k: a for k, a in grads.items() if k not in gauges} for grads in (ours, serial)))[0]
             assert worst.relative <= 1e-12, f"rank {r}, {name}, {length} positions: {worst}"
@@ -114,37 +116,41 @@ def main(comm: Comm) -> None:
     exchanges, n = 4 * L + 2, B * T * D                 # f and g of each sublayer, g of the embedding, f of the head
     of_loss = 2 * (p - 1) / p * 3 * B * T               # 3 numbers a token: the vocabulary is cut, too
     shared = 2 * (p - 1) / p * (D * CFG.max_seq_len + (6 * L + 2) * D)      # gradients: positions, gains, biases behind g
-    plain, cut = travelled[T, "tp"], travelled[T, "tp, sp"]
-    assert plain == {"all_reduce": 2 * (p - 1) / p * exchanges * n + of_loss, "reduce_scatter": 0, "all_gather": 0}, plain
-    half = (p - 1) / p * exchanges * n
-    assert cut == {"all_reduce": of_loss + shared, "reduce_scatter": half, "all_gather": half}, f"rank {r}: {cut}"
+    half, once_more = (p - 1) / p * exchanges * n, (p - 1) / p * (2 * L + 1) * n
+    want = {"tp": {"all_reduce": 2 * half + of_loss, "reduce_scatter": 0, "all_gather": 0},
+            "tp, sp": {"all_reduce": of_loss + shared, "reduce_scatter": half, "all_gather": half},
+            "regather": {"all_reduce": of_loss + shared, "reduce_scatter": half, "all_gather": half + once_more}}
+    for way in WAYS:
+        assert travelled[T, way] == want[way], f"rank {r}, {way}: {travelled[T, way]}, expected {want[way]}"
 
-    bytes_kept = {"tp": kept(mesh, TP), "tp, sp": kept(mesh, SP)}
+    bytes_kept = {way: kept(mesh, plan) for way, plan in WAYS.items()}
     formulas = dict(zip(PLACES, (2 * (FLOAT * (B * T * D + B * T) + BOOL * B * T * D),      # x̂ and r of a norm; a mask
                                  2 * FLOAT * B * T * D,
                                  FLOAT * (4 * B * T * D + B * H * T * T + 2 * B * T * F) // p)))     # q k v y, p; up, GELU
     for name in formulas:
         assert bytes_kept["tp"][name] == formulas[name], f"rank {r}: {name}: {bytes_kept['tp']}, expected {formulas}"
-        share = p if name == "between the matrices" else 1
-        assert bytes_kept["tp, sp"][name] * share == formulas[name], f"rank {r}: {name}: {bytes_kept['tp, sp']}"
+        for way, cut in (("tp, sp", ("between the matrices",)), ("regather", ("between the matrices", "their input, whole"))):
+            share = p if name in cut else 1
+            assert bytes_kept[way][name] * share == formulas[name], f"rank {r}, {way}: {name}: {bytes_kept[way]}"
 
     largest = float(comm.all_reduce(np.array(off), how="max"))              # of all ranks: none has failed
     if r == 0:
         print(f"a decoder of {L} layers, D = {D}, on {B} x {T} tokens and {p} ranks\n")
-        print(f"elements that a rank sends in one step, with a ring{'tp':>17s}{'tp and sp':>14s}")
-        for what, a, b in (("activations, all_reduce", plain["all_reduce"] - of_loss, 0),
-                           ("activations, reduce_scatter", plain["reduce_scatter"], cut["reduce_scatter"]),
-                           ("activations, all_gather", plain["all_gather"], cut["all_gather"]),
-                           ("together: 2(p-1)/p · (4L + 2)·B·T·D", 2 * half, 2 * half),
-                           ("gradients of gains, biases and positions", 0, shared), ("the loss", of_loss, of_loss)):
-            print(f"    {what:46s}{a:>18,.0f}{b:>14,.0f}")
-        print()
-        print(f"bytes that a rank keeps of one layer for the backward pass{'tp':>10s}{'tp and sp':>14s}")
-        for what, a, b in ((name, *(bytes_kept[way][name] for way in bytes_kept)) for name in formulas):
-            print(f"    {what:46s}{a:>18,}{b:>14,}")
-        print(f"    {'together':46s}" + "{:>18,}{:>14,}".format(*(sum(sizes.values()) for sizes in bytes_kept.values())))
+        print(f"{'elements that a rank sends in one step, with a ring':54s}" + "".join(f"{way:>12s}" for way in WAYS))
+        for what, numbers in (("activations, all_reduce", (2 * half, 0, 0)),
+                              ("activations, reduce_scatter", (0, half, half)),
+                              ("activations, all_gather", (0, half, half + once_more)),
+                              ("together: 2(p-1)/p · (4L + 2)·B·T·D", (2 * half, 2 * half, 2 * half + once_more)),
+                              ("gradients of gains, biases and positions", (0, shared, shared)),
+                              ("the loss", (of_loss,) * 3)):
+            print(f"    {what:50s}" + "".join(f"{x:12,.0f}" for x in numbers))
+        print(f"\n{'bytes that a rank keeps of one layer for backward':54s}" + "".join(f"{way:>12s}" for way in WAYS))
+        for name in formulas:
+            print(f"    {name:50s}" + "".join(f"{sizes[name]:12,}" for sizes in bytes_kept.values()))
+        print(f"    {'together':50s}" + "".join(f"{sum(sizes.values()):12,}" for sizes in bytes_kept.values()))
         print(f"\nloss and gradients, {T} and {UNEVEN} positions: off from one rank's by {largest:.0e} at most")
-        print(f"\nOK: with sequence parallelism equal gradients, as much on the wire, 1/{p} of what lies between the matrices")
+        print(f"\nOK: equal gradients; with sequence parallelism as much travels, 1/{p} of what lies between matrices is kept;\n"
+              f"    with regather 1/{p} of all that a layer keeps, and an all_gather more for each f")
 
 
 if __name__ == "__main__":

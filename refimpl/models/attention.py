@@ -29,17 +29,17 @@ def attention(x: Tensor, p: Params, cfg: Config, ctx: Context, state: Any = None
     Deviation from GPT-2: no dropout on the attention probabilities.
     Reference: Vaswani et al. 2017, section 3.2.2; Shoeybi et al. 2019, figure 3b.  HF GPT2Attention, Megatron SelfAttention
     """
-    x = enter(x, ctx)                                                               # f: identity | all_reduce
-    q, k, v = (heads(x, of, p, cfg) for of in "qkv")
+    x, again = enter(x, ctx)                                                        # f: identity | all_reduce
+    q, k, v = (heads(x, of, p, cfg, again) for of in "qkv")
     q, k = placed(q, p / "q_norm", cfg, ctx), placed(k, p / "k_norm", cfg, ctx)     # (B, H/tp, T, K), (B, G/tp, T, K)
     k, v = grouped(k, cfg, ctx), grouped(v, cfg, ctx)
     y = parallel.attention(q, k, v, ctx.mesh.cp, ctx.sequence, ctx.mask, ctx.plan.attention)
     return output(y, p, cfg, ctx), state, {}
 
 
-def heads(x: Tensor, of: str, p: Params, cfg: Config) -> Tensor:
+def heads(x: Tensor, of: str, p: Params, cfg: Config, again: parallel.Regathered | None = None) -> Tensor:
     """x[B, T, D] -> queries, keys or values (of: q, k, v) of this rank's heads, (B, H/tp, T, K) or (B, G/tp, T, K)."""
-    return split_heads(column_parallel_linear(x, p[f"{of}.w"], p.get(f"{of}.b")), cfg)
+    return split_heads(column_parallel_linear(x, p[f"{of}.w"], p.get(f"{of}.b"), again=again), cfg)
 
 
 def output(y: Tensor, p: Params, cfg: Config, ctx: Context) -> Tensor:

@@ -40,7 +40,7 @@ def blockwise(x: Tensor, p: Params, cfg: Config, ctx: Context) -> Tensor:
 def keys(x: Tensor, p: Params, cfg: Config, ctx: Context) -> tuple[Tensor, Tensor, np.ndarray]:
     """Keys and values of all positions, and these, int[S]."""
     x = norm(x, p / "norm1", cfg) if cfg.norm_place == "pre" else x
-    x, p = enter(x, ctx), p / "attn"
+    x, p = enter(x, ctx)[0], p / "attn"
     k, v = placed(heads(x, "k", p, cfg), p / "k_norm", cfg, ctx), heads(x, "v", p, cfg)
     return whole_keys(grouped(k, cfg, ctx), grouped(v, cfg, ctx), ctx.mesh.cp, ctx.sequence)
 
@@ -48,7 +48,7 @@ def keys(x: Tensor, p: Params, cfg: Config, ctx: Context) -> tuple[Tensor, Tenso
 def one(x: Tensor, k: Tensor, v: Tensor, of_keys: np.ndarray, p: Params, cfg: Config, here: Context) -> Tensor:
     """A block x[B, c, D] of the positions of `here`, which meets the keys and values of all."""
     def attention(x: Tensor) -> Tensor:
-        q = placed(heads(enter(x, here), "q", p / "attn", cfg), p / "attn" / "q_norm", cfg, here)
+        q = placed(heads(enter(x, here)[0], "q", p / "attn", cfg), p / "attn" / "q_norm", cfg, here)
         y = blockwise_attention(q, k, v, None, None, here.positions, of_keys, mask=here.mask)
         return output(y, p / "attn", cfg, here)
     if cfg.norm_place == "post":

@@ -8,8 +8,8 @@ from refimpl.autograd import Params, Tensor
 from refimpl.comm import Mesh
 from refimpl.models.config import Config
 from refimpl.ops import CAUSAL, Mask, dropout
-from refimpl.parallel import (ATTENTIONS, LAYOUTS, SequenceLayout, all_gather, copy_to, even_sizes, reduce_from, reduce_scatter,
-                              share)
+from refimpl.parallel import (ATTENTIONS, LAYOUTS, Regathered, SequenceLayout, all_gather, copy_to, even_sizes, reduce_from,
+                              reduce_scatter, share)
 from refimpl.rng import stream
 
 
@@ -20,17 +20,21 @@ class Plan:
     attention          how queries meet keys, of ATTENTIONS (parallel/attention.py)
     layout             how a sequence is cut over the cp ranks, of LAYOUTS (parallel/sequence.py)
     sequence_parallel  tp ranks share the positions between the layers' matrices, too: see `enter` and `leave`
+    regather           of what they join for the matrices they keep their share, and join it once more in the backward pass
     block              positions of a block in which attention and feed-forward are computed (blockwise.py); 0: all at once
     """
     attention: str = "naive"
     layout: str = "contiguous"
     sequence_parallel: bool = False
+    regather: bool = False
     block: int = 0
 
     def __post_init__(self) -> None:
         if self.block < 0 or self.block and (self.attention != "blockwise" or self.sequence_parallel):
             raise ValueError(f"block must be at least 0, and needs attention 'blockwise' without sequence_parallel, got block "
                              f"{self.block}, attention {self.attention!r}, sequence_parallel {self.sequence_parallel}")
+        if self.regather and not self.sequence_parallel:
+            raise ValueError("regather needs sequence_parallel: without it there is nothing to join")
         for name, allowed in (("attention", ATTENTIONS), ("layout", LAYOUTS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
@@ -78,8 +82,8 @@ class Context:
         return replace(self, mask=replace(self.mask, window=min(windows))) if windows else self
 
 
-def enter(x: Tensor, ctx: Context) -> Tensor:
-    """f: from where tp ranks do the same to where each has columns of its own; x[B, T, D].
+def enter(x: Tensor, ctx: Context) -> tuple[Tensor, Regathered | None]:
+    """f: from where tp ranks do the same to where each has columns of its own; x[B, T, D].  And what gives x again (regather).
 
                   tensor parallel            and sequence parallel
     enter (f)     identity | all_reduce      all_gather | reduce_scatter, along T
@@ -90,8 +94,9 @@ def enter(x: Tensor, ctx: Context) -> Tensor:
     Reference: Korthikanti et al. 2022, section 4.2.2 and figure 5
     """
     if not ctx.plan.sequence_parallel:
-        return copy_to(x, comm=ctx.mesh.tp)
-    return all_gather(x, comm=ctx.mesh.tp, axis=1, sizes=even_sizes(len(ctx.positions), ctx.mesh.tp))
+        return copy_to(x, comm=ctx.mesh.tp), None
+    how: dict[str, Any] = {"comm": ctx.mesh.tp, "axis": 1, "sizes": even_sizes(len(ctx.positions), ctx.mesh.tp)}
+    return all_gather(x, **how), Regathered(x.array, **how) if ctx.plan.regather else None
 
 
 def leave(x: Tensor, ctx: Context) -> Tensor:

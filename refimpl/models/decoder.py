@@ -43,9 +43,9 @@ def block(x: Tensor, p: Params, cfg: Config, ctx: Context) -> Tensor:
 def head(x: Tensor, p: Params, cfg: Config, ctx: Context) -> Tensor:
     """x[B, T, D] -> logits[B, T, V/tp], each rank's own words.  A tied matrix serves twice: its gradient has two parts."""
     x = norm(x, p / "norm", cfg) if cfg.norm_place == "pre" else x
-    x = enter(x, ctx)                                                               # f: identity | all_reduce
+    x, again = enter(x, ctx)                                                        # f: identity | all_reduce
     w = transpose(p["embed.w"], axes=(1, 0)) if cfg.tied else p["head.w"]
-    y = column_parallel_linear(x, w, p.get("head.b"))
+    y = column_parallel_linear(x, w, p.get("head.b"), again=again)
     return scale(tanh(scale(y, by=1 / cfg.soft_cap)), by=cfg.soft_cap) if cfg.soft_cap else y
 
 

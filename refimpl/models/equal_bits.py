@@ -31,7 +31,8 @@ class EqualBits(Frame):
     """A frame in which the cut products of a model are made of `pieces` parts in all, on any number of tp ranks.
 
     Error: ValueError where the tp ranks do not share the pieces out evenly, or the model is not cut into as many equal parts,
-           or sums over ranks are not made in a fixed order
+           or sums over ranks are not made in a fixed order, or the plan is sequence_parallel: gradients of gains would be
+           sums over each rank's positions
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, pieces: int = 8) -> None:
@@ -54,6 +55,9 @@ class EqualBits(Frame):
             return y, lambda dy: dy
         if op.name == "column_parallel_linear":
             return self.with_f(*run(*arrays, pieces=self.own, **static))
+        if op.name == "reduce_scatter" and static["comm"].axes == self.comm.axes:
+            raise ValueError("equal bits are not to be had with sequence_parallel: gains and biases would get sums over each "
+                             "rank's positions")
         if op.name in ("row_parallel_linear", "vocab_parallel_cross_entropy"):
             return run(*arrays, pieces=self.own, **static)
         if op.name in ("layer_norm", "rms_norm") and arrays[0].ndim == 4:

@@ -21,9 +21,12 @@ def mlp(x: Tensor, p: Params, cfg: Config, ctx: Context) -> Tensor:
 
     HF GPT2MLP, LlamaMLP; Megatron ParallelMLP
     """
-    x = enter(x, ctx)                                                               # f: identity | all_reduce
-    h = column_parallel_linear(x, p["up.w"], p.get("up.b"))                         # (B, T, F/tp)
-    h = gated(column_parallel_linear(x, p["gate.w"], p.get("gate.b")), h, cfg.ffn) if cfg.gated else activated(h, cfg.ffn)
+    x, again = enter(x, ctx)                                                        # f: identity | all_reduce
+    h = column_parallel_linear(x, p["up.w"], p.get("up.b"), again=again)            # (B, T, F/tp)
+    if cfg.gated:
+        h = gated(column_parallel_linear(x, p["gate.w"], p.get("gate.b"), again=again), h, cfg.ffn)
+    else:
+        h = activated(h, cfg.ffn)
     y = leave(row_parallel_linear(h, p["down.w"]), ctx)                             # g: all_reduce | identity
     y = y + p["down.b"] if "down.b" in p else y                                     # the bias once, after g
     return drop(y, p, cfg, ctx)

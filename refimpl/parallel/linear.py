@@ -38,13 +38,15 @@ def layout_where(name, axis):
 
 
 @op(linearity="each", named_by=1, layout=layout_where("column_parallel_linear", 1), cut=linear_cut)
-def column_parallel_linear(x, w, b=None, pieces=0):
+def column_parallel_linear(x, w, b=None, pieces=0, again=None):
     """This rank's columns of x @ w + b; `pieces` > 0: computed in so many blocks of columns.
+
+    `again` (a Regathered): gives x once more to the backward pass, so that it is not kept.
 
     Equation:   y = x·w + b
     Shapes:     x[..., D] PerRank (after f), w[D, F/tp], b[F/tp] or None -> y[..., F/tp] Shard(-1)
     VJP:        dx = dy·wᵀ;  dw = xᵀ·dy;  db = Σ dy
-    Residuals:  x, w
+    Residuals:  x, w  (with `again`, the share of x that it has)
     Error:      LayoutError where w is not cut along axis 1
     Reference:  Megatron ColumnParallelLinear with gather_output=False
     """
@@ -54,14 +56,15 @@ def column_parallel_linear(x, w, b=None, pieces=0):
     if b is not None:
         y += b
     y = y.reshape(*x.shape[:-1], F)
-    biased = b is not None
+    biased, shape = b is not None, x.shape
+    x = again.keep() if again else x
 
     def vjp(dy):
-        dy2 = dy.reshape(N, F)
-        parts = cut(dy2, pieces, 1)
+        rows = (again() if again else x).reshape(N, D)
+        parts = cut(dy.reshape(N, F), pieces, 1)
         dx = in_pairs(product(part, own.T) for part, own in zip(parts, cut(w, pieces, 1)))
-        dw = joined([product(x.reshape(N, D).T, part) for part in parts], 1)
-        return dx.reshape(x.shape), dw, joined([column_sum(part) for part in parts], 0) if biased else None
+        dw = joined([product(rows.T, part) for part in parts], 1)
+        return dx.reshape(shape), dw, joined([column_sum(part) for part in parts], 0) if biased else None
     return y, vjp
 
 

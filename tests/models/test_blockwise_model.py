@@ -62,6 +62,8 @@ def test_blocks_need_blockwise_attention():
                   {"block": 8, "attention": "blockwise", "sequence_parallel": True}):
         with pytest.raises(ValueError, match="block must be at least 0, and needs attention 'blockwise' without"):
             Plan(**wrong)
+    with pytest.raises(ValueError, match="regather needs sequence_parallel: without it there is nothing to join"):
+        Plan(regather=True)
     for name in ("attention", "layout"):
         with pytest.raises(ValueError, match=f"{name} must be one of .*, got 'flash'"):
             Plan(**{name: "flash"})

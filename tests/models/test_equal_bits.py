@@ -6,7 +6,7 @@ import pytest
 
 from refimpl.autograd import Layout, Params, Tensor
 from refimpl.comm import Comm, Mesh, run_threads
-from refimpl.models import Config, Context, EqualBits, decoder, init, placements
+from refimpl.models import Config, Context, EqualBits, Plan, decoder, init, placements
 from refimpl.parallel import gather
 from refimpl.train import Batch, gradients
 
@@ -87,4 +87,15 @@ def test_what_cannot_be_cut_into_equal_pieces_is_refused(ranks):
             EqualBits(Config(vocab_size=256, n_layers=1, n_heads=8, n_kv_heads=4, d_model=64, max_seq_len=32), mesh)
         with pytest.raises(ValueError, match="need a power of two of pieces, .*: got 0 and tp="):
             EqualBits(GPT2, mesh, pieces=0)
+    ranks.run(check)
+
+
+def test_equal_bits_with_shared_positions_are_refused(ranks):
+    """Each product has an all_reduce of its own, and sequence parallelism's reduce_scatter would add its gradient up again."""
+    def check(comm: Comm):
+        mesh, rows = Mesh(tp=comm.size, comm=comm.fixed_order()), np.arange(2)
+        if comm.size in (1, 2, 4, 8):
+            ctx = Context.over(mesh, rows, 8, Plan(sequence_parallel=True))
+            with EqualBits(GPT2, mesh), pytest.raises(ValueError, match="equal bits are not to be had with sequence_parallel"):
+                decoder.forward(Tensor(TEXT[:2, :8]), Params(init(GPT2, mesh, 0)), GPT2, ctx)
     ranks.run(check)

@@ -64,14 +64,17 @@ class Mistake(NamedTuple):
 
 
 MLP, ATTN = "layers.0.mlp", "layers.0.attn"
-F, F_TWICE = "x = enter(x, ctx)", "x = copy_to(enter(x, ctx), comm=ctx.mesh.tp)"
-UP, GATE = 'h = column_parallel_linear(x, p["up.w"], p.get("up.b"))', 'column_parallel_linear(x, p["gate.w"], p.get("gate.b"))'
+F, NO_ENTER = "x, again = enter(x, ctx)", "again = None"
+F_TWICE = "x, again = copy_to(enter(x, ctx)[0], comm=ctx.mesh.tp), None"
+CUT_X = "x, again = scatter_to(x, comm=ctx.mesh.tp), None"
+UP, GATE = (f'column_parallel_linear(x, p["{of}.w"], p.get("{of}.b"), again=again)' for of in ("up", "gate"))
+UP = f"h = {UP}"
 DOWN, OUT = 'row_parallel_linear(h, p["down.w"])', 'row_parallel_linear(merge_heads(y), p["o.w"])'
 G_DOWN, G_OUT = f"leave({DOWN}, ctx)", f"leave({OUT}, ctx)"
-QKV = 'column_parallel_linear(x, p[f"{of}.w"], p.get(f"{of}.b"))'
-EACH = "heads(x, of, p, cfg) for of"
+QKV = 'column_parallel_linear(x, p[f"{of}.w"], p.get(f"{of}.b"), again=again)'
+EACH = "heads(x, of, p, cfg, again) for of"
 LOOKUP = 'vocab_parallel_embedding(p["embed.w"], tokens, comm=ctx.mesh.tp, **words(cfg))'
-G_EMBED, HEAD = "x = leave(x, ctx)", 'column_parallel_linear(x, w, p.get("head.b"))'
+G_EMBED, HEAD = "x = leave(x, ctx)", 'column_parallel_linear(x, w, p.get("head.b"), again=again)'
 LOGITS = "logits(tokens, p, cfg, ctx)"
 GATHERED = f"all_gather({LOGITS}, comm=ctx.mesh.tp, sizes=[len(part) for part in np.array_split(range(11), ctx.mesh.tp.size)])"
 LOSS = f"return cross_entropy({LOGITS}, targets, cfg, ctx)"
@@ -91,17 +94,17 @@ NO_ROWS = "linear: an activation .* is cut by columns over tp, {} is not cut by 
 ALONE = r"add: an activation of shape .* is replicated over tp, its partner is not: copy_to it first \(f\)"
 
 FORGOTTEN_F = {
-    "before q, k and v": Mistake(NO_F, (("attention", F, "pass"),)),
+    "before q, k and v": Mistake(NO_F, (("attention", F, NO_ENTER),)),
     "before k and v, but not q": Mistake(NO_F, (
-        ("attention", F, "pass"),
+        ("attention", F, NO_ENTER),
         ("attention", EACH, EACH.replace("(x", '(copy_to(x, comm=ctx.mesh.tp) if of == "q" else x')))),
-    "before up": Mistake(NO_F, (("mlp", F, "pass"),)),
+    "before up": Mistake(NO_F, (("mlp", F, NO_ENTER),)),
     "before the gate, but not up": Mistake(
         NO_F, (("mlp", F, f"whole = x; {F}"), ("mlp", GATE, GATE.replace("(x", "(whole"))), model="llama"),
-    "before up, in a block that is recomputed": Mistake(NO_F, (("mlp", F, "pass"), RECOMPUTED)),
-    "before a tied head": Mistake(NO_F, (("decoder", F, "pass"),)),
-    "before a head of its own": Mistake(NO_F, (("decoder", F, "pass"),), model="llama"),
-    "for a cut of the input": Mistake(NO_ROWS.format(f"{MLP}.up.w"), (("mlp", F, "x = scatter_to(x, comm=ctx.mesh.tp)"),)),
+    "before up, in a block that is recomputed": Mistake(NO_F, (("mlp", F, NO_ENTER), RECOMPUTED)),
+    "before a tied head": Mistake(NO_F, (("decoder", F, NO_ENTER),)),
+    "before a head of its own": Mistake(NO_F, (("decoder", F, NO_ENTER),), model="llama"),
+    "for a cut of the input": Mistake(NO_ROWS.format(f"{MLP}.up.w"), (("mlp", F, CUT_X),)),
 }
 DOUBLED_F = {
     "before q, k and v": Mistake(F_AGAIN, (("attention", F, F_TWICE),)),
@@ -147,12 +150,12 @@ EARLY = {
 CUTS = {
     "rows first, then columns": Mistake(
         PARTIAL.format("gelu_tanh"), (
-            ("mlp", F, "x = scatter_to(x, comm=ctx.mesh.tp)"), ("mlp", UP, 'h = row_parallel_linear(x, p["up.w"])'),
+            ("mlp", F, CUT_X), ("mlp", UP, 'h = row_parallel_linear(x, p["up.w"])'),
             ("mlp", G_DOWN, 'gather_from(column_parallel_linear(h, p["down.w"]), comm=ctx.mesh.tp)')),
         ((f"{MLP}.up.w", 0), (f"{MLP}.down.w", 1))),
     "rows first, gated": Mistake(
         PARTIAL.format("swiglu"), (
-            ("mlp", F, "x = scatter_to(x, comm=ctx.mesh.tp)"), ("mlp", UP, 'h = row_parallel_linear(x, p["up.w"])'),
+            ("mlp", F, CUT_X), ("mlp", UP, 'h = row_parallel_linear(x, p["up.w"])'),
             ("mlp", GATE, 'row_parallel_linear(x, p["gate.w"])')), ((f"{MLP}.up.w", 0), (f"{MLP}.gate.w", 0)), "llama"),
     "the row layer for the column layer": Mistake(
         UNCUT.format("row_parallel_linear", f"{MLP}.up.w", 0, "{'tp': 1}"), (("mlp", UP, UP.replace("column", "row")),)),
@@ -262,13 +265,13 @@ RIGHT: dict[str, tuple[str, Changes]] = {
         ("mlp", 'y = y + p["down.b"] if', 'y = y + drop(p["down.b"] + ops.scale(y, by=0.0), p, cfg, ctx) if'),
         ("mlp", "return drop(y, p, cfg, ctx)", "return y"))),
     "f before the norms": ("gpt2", (
-        ("attention", F, "pass"), ("mlp", F, "pass"),
+        ("attention", F, NO_ENTER), ("mlp", F, NO_ENTER),
         ("decoder", 'attention(norm(x, p / "norm1"', 'attention(norm(copy_to(x, comm=ctx.mesh.tp), p / "norm1"'),
         ("decoder", LAST, LAST.replace("norm(x", "norm(copy_to(x, comm=ctx.mesh.tp)")))),
     "an f for each of q, k and v": ("gpt2", (
-        ("attention", F, "pass"), ("attention", EACH, EACH.replace("(x", "(copy_to(x, comm=ctx.mesh.tp)")))),
+        ("attention", F, NO_ENTER), ("attention", EACH, EACH.replace("(x", "(copy_to(x, comm=ctx.mesh.tp)")))),
     "plain products, which see the cuts too": ("llama", (
-        ("mlp", UP, UP.replace("column_parallel_linear", "ops.linear")),
+        ("mlp", UP, 'h = ops.linear(x, p["up.w"], p.get("up.b"))'),
         ("attention", OUT, 'ops.linear(merge_heads(y), p["o.w"])'))),
     "gathered logits to the plain loss": ("gpt2", (
         ("decoder", LOSS, "return ops.cross_entropy(forward(tokens, p, cfg, ctx), targets)"),)),

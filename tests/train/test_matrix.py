@@ -38,7 +38,8 @@ MODELS = {
     "norms of q and k": {"qk_norm": True, "ffn": "geglu_erf", "positions": "rope", "head_dim": 4, "biases": ("norm",)},
     "norms without bias": {"qk_norm": True, "ffn": "gelu_tanh", "biases": ("qkv", "mlp", "head")},
 }
-PLANS = [Plan(attention, layout, parallel) for attention in ATTENTIONS for layout in LAYOUTS for parallel in (False, True)]
+PLANS = [Plan(attention, layout, parallel, regather=parallel and (a + b) % 2 == 1)
+         for a, attention in enumerate(ATTENTIONS) for b, layout in enumerate(LAYOUTS) for parallel in (False, True)]
 PLANS += [Plan("blockwise", layout, block=2) for layout in LAYOUTS]
 VARIANTS = [(rate, accumulate) for accumulate in (1, 3) for rate in (0.0, 0.25)]       # dropout, micro-batches of a step
 
@@ -126,7 +127,10 @@ def close(got, want, scale):
 def plan_of(name, mesh):
     """T is 6, so some of more than 6 cp ranks have no position.  Where sequences are whole, the plan is another on tp ranks."""
     n, (dp, cp, tp) = list(MODELS).index(name), mesh.dims.values()
-    return PLANS[(2 * n + 7 * cp + 7 * tp) % len(PLANS)] if cp > 1 else Plan(sequence_parallel=(n + dp + tp // 2) % 2 == 1)
+    if cp > 1:
+        return PLANS[(2 * n + 7 * cp + 7 * tp) % len(PLANS)]
+    parallel = (n + dp + tp // 2) % 2 == 1
+    return Plan(sequence_parallel=parallel, regather=parallel and (n // 2 + tp // 2) % 2 == 1)
 
 
 def test_every_plan_is_used():
