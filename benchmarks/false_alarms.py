@@ -16,7 +16,7 @@ import math
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Callable, Iterator
@@ -146,10 +146,13 @@ def ways() -> Iterator[Way]:
     yield Way("last digits", "float64", lambda r, comm: trace(r, comm, frames=[Reordered(8), LastDigit(9)]))
     yield Way("numpy", "float32", partial(trace, dtype="float32"))
     yield Way("reordered", "float32", partial(trace, dtype="float32", frames=[Reordered(7)]))
+    yield Way("blockwise", "float32", lambda r, comm: trace(replace(r, attention="blockwise"), comm, dtype="float32"))
     for dtype in FORMATS:
         for name, frame in (("nearest", Rounding), ("fused", Fused), ("more", More)):
             yield Way(name, dtype, lambda r, comm, f=frame, d=dtype: trace(r, comm, f(d)))
         if dtype != "float32":
+            yield Way("blockwise", dtype, lambda r, comm, d=dtype: trace(replace(r, attention="blockwise"), comm, Narrow(d),
+                                                                         dtype="float32"))
             yield Way("numpy", dtype, lambda r, comm, d=dtype: trace(r, comm, Narrow(d), dtype="float32"))
             yield Way("reordered", dtype, lambda r, comm, d=dtype: trace(r, comm, Narrow(d), [Reordered(7)], dtype="float32"))
 

@@ -7,6 +7,9 @@ Runs with different seeds differ by what rounding alone does, so their spread te
 value of a stochastic rounding is what is rounded, and its variance, over numbers that lie anywhere between two neighbours, is
 ulp²/6: twice that of rounding to nearest.  So NEAREST times the spread is that of machines that round to nearest.
 
+Attention errs as FlashAttention's backward pass does, which rounds more than the naive one: it makes probabilities again from
+lse, and takes Σ y·dy of the y that it has kept; naive attention's Σ p·dp shares the errors of its dp, so that they cancel.
+
 Products are added up in float32, as the hardware does for all three formats: k sums, each rounded, walk at random.  Their error
 has the variance k/6·u²·Σ x²w² where partial sums grow like the square root of their length.
 Reference: Higham 2002, chapters 2 and 4 (the model of rounding); Connolly, Higham, Mary 2021 (stochastic rounding).
@@ -19,12 +22,13 @@ import numpy as np
 
 from refimpl.autograd import Frame
 from refimpl.autograd.op import Seam, stack
+from refimpl.ops.blockwise import by_group, scale_of, shared
 from refimpl.rng import draw24, stream
 
 NEAREST = math.sqrt(0.5)
+ATTENTION = ("attention", "blockwise_attention", "ring_attention", "all_to_all_attention")
 # Ops that round what they compute inside, before numbers cancel: as if their arguments were off by a unit.
-STAGED = ("attention", "blockwise_attention", "ring_attention", "all_to_all_attention", "layer_norm", "rms_norm",
-          "cross_entropy", "vocab_parallel_cross_entropy")
+STAGED = (*ATTENTION, "layer_norm", "rms_norm", "cross_entropy", "vocab_parallel_cross_entropy")
 
 
 @dataclass(frozen=True)
@@ -69,24 +73,28 @@ class Rounding(Frame):
     def __init__(self, dtype: str, seed: int | None = None) -> None:
         self.fmt, self.wide, self.seed, self.drawn = FORMATS[dtype], FORMATS["float32"], seed, 0
         self.inside = self.wide                         # what the op that is running computes in
+        self.inner: Callable | None = None              # how the attention that is running gets its Σ y·dy
         self.exact = False                              # sums of products are known to round nothing
 
     def call(self, op: Any, run: Callable, *arrays: Any, **static: Any) -> tuple[Any, Any]:
         if op.name == "product":
             return self.summed(run(*arrays)[0], *arrays), None
         if op.name == "row_dot":
-            return self.round(run(*arrays)[0], self.inside), None
+            return self.round(self.inner(*arrays) if self.inner else run(*arrays)[0], self.inside), None
         if isinstance(op, Seam):
             y, _ = run(*arrays, **static)
             return self.round(y, self.wide) if op.name == "adamw" else y, None      # float32 masters and moments
-        staged, loss = op.name in STAGED, "cross_entropy" in op.name
-        before, self.inside = self.inside, self.fmt if op.name.endswith("attention") else self.wide
+        staged, attends, loss = op.name in STAGED, op.name in ATTENTION, "cross_entropy" in op.name
+        before, self.inside = self.inside, self.fmt if attends else self.wide
         y, vjp = run(*(self.moved(a) for a in arrays) if staged else arrays, **static)
         self.inside = before
 
         def rounded_vjp(*dy: Any) -> Any:
-            self.inside = self.fmt if op.name.endswith("attention") else self.wide
-            return self.round(vjp(*(self.moved(d) for d in dy) if staged else dy))
+            self.inside = self.fmt if attends else self.wide
+            dy = tuple(self.moved(d) for d in dy) if staged else dy
+            if attends:
+                return self.attention_vjp(op, vjp, y, dy[0], arrays[0], arrays[1], static.get("scale"))
+            return self.round(vjp(*dy))
         if loss:
             return (np.array(self.total(float(y[0]), arrays[1].size)), *y[1:]), rounded_vjp
         return self.round(y), rounded_vjp
@@ -97,6 +105,36 @@ class Rounding(Frame):
         if self.seed is None or getattr(x, "dtype", None) != "float64":
             return x
         return x * (1 + (fmt or self.inside).u / NEAREST * (2 * self.dither(x.shape) - 1))
+
+    def attention_vjp(self, op: Any, vjp: Callable, y: np.ndarray, dy: np.ndarray, q: np.ndarray, k: np.ndarray,
+                      scale: float | None) -> Any:
+        """The gradients by q, k, v with FlashAttention's errors: of its probabilities, and of its Σ y·dy."""
+        dy = self.remade(dy, q, k, scale)
+
+        def inner(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+            if op.name == "attention":                  # it asks for Σ p·dp of the same rows
+                return self.dot(self.round(y), dy).reshape(*a.shape[:-1], 1)
+            return self.dot(self.round(a), b)
+        self.inner = inner
+        dx, self.inner = self.round(vjp(dy)), None
+        return dx
+
+    def remade(self, dy: np.ndarray, q: np.ndarray, k: np.ndarray, scale: float | None) -> np.ndarray:
+        """dy[B, H, T, K] with the error of probabilities that the backward pass makes again, p = e^(s - lse).
+
+        lse is about as large as the query's largest score, and float32 has it with an error of a unit of that: all gradients
+        that come of this query err by one factor, as if its dy did.
+        """
+        if self.seed is None:
+            return dy
+        s = by_group(q, k) @ shared(k).swapaxes(-1, -2)
+        size = abs(scale_of(q, scale)) * np.abs(s).max(axis=-1, initial=0.0).reshape(*q.shape[:3], 1)
+        return dy * (1 + size * (self.wide.u / NEAREST) * (2 * self.dither(size.shape) - 1))
+
+    def dot(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Σ a·b over the last axis, kept as size 1, added up in float32."""
+        row, column = a[..., None, :], b[..., None]
+        return self.summed(row @ column, row, column)[..., 0]
 
     def summed(self, y: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """A product with the error of k sums in float32.  (To nearest: as it is, for no order of the sums is known.)"""

@@ -1,4 +1,5 @@
 """Localises faults of emulated rounding: numbers that a format has not, errors of the wrong size, or draws that repeat."""
+import contextlib
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from refimpl.comm.base import SerialComm
 from refimpl.golden.emulate import FORMATS, NEAREST, Reordered, Rounding, rounded
 from refimpl.golden.recipe import MODELS, Recipe
 from refimpl.golden.trace import trace
-from refimpl.ops import linear
+from refimpl.ops import Mask, attention, blockwise_attention, linear, mul
 from refimpl.ops import sum as total
 from refimpl.rng import draw, draw24, stream
 
@@ -260,3 +261,50 @@ def test_another_order_changes_little_otherwise():
         off = np.abs(found[key].array - v.array).max()
         assert off <= 1e-11 * max(np.abs(v.array).max(), 1e-3), key     # (gradients that are rounding alone have no scale)
     assert any((found[key].array != v.array).any() for key, v in truth.items())
+
+
+# -- attention ------------------------------------------------------------------------------------------------------
+
+SHAPE, SCORE = (2, 4, 12, 8), 8.0                       # B, H, T, K; the scores' standard deviation
+
+
+def attended(op, inputs, dtype="float64", frames=()):
+    """dq, dk, dv of attention's op."""
+    q, k, v, dy = (a.astype(dtype) for a in inputs)
+    with contextlib.ExitStack() as frame:
+        for f in frames:
+            frame.enter_context(f)
+        grads = value_and_grad(lambda p: total(mul(op(p["q"], p["k"], p["v"], mask=Mask(causal=True)), Tensor(dy))),
+                               {"q": Tensor(q), "k": Tensor(k), "v": Tensor(v)})[1]
+    return [grads[name].array.astype(np.float64) for name in "qkv"]
+
+
+def inputs_of(seed):
+    q, k, v, dy = (cast(draw(f"{name}{seed}", SHAPE, 3 ** 0.5), "float32") for name in ("q", "k", "v", "dy"))
+    return cast(q * SCORE, "float32"), k, v, dy
+
+
+def test_the_emulated_errors_of_attention_are_those_of_flash_attentions_backward_pass():
+    """Also where one key has all of a query's attention, so that naive attention's errors cancel."""
+    found = {op: [] for op in (attention, blockwise_attention)}
+    for seed in range(6):
+        inputs = inputs_of(seed)
+        truth = attended(attention, inputs)
+        runs = [attended(attention, inputs, frames=[Rounding("float32", n)]) for n in range(32)]
+        for k, right in enumerate(truth):
+            sigma = NEAREST * np.sqrt(np.mean([np.square(run[k] - right) for run in runs], axis=0))
+            sigma = np.maximum(sigma, U["float32"] / 2 * np.abs(right))
+            for op in found:
+                found[op].append(np.abs(attended(op, inputs, "float32")[k] - right)[sigma > 0] / sigma[sigma > 0])
+    naive, flash = (np.concatenate(f) for f in found.values())
+    assert max(naive.max(), flash.max()) < 10           # of 13,000 numbers each 7; naive attention's own errors alone: 200
+    assert 0.1 < np.median(flash) < 1
+
+
+def test_all_gradients_that_come_of_a_query_err_by_the_unit_of_its_largest_score():
+    q, k, dy = np.full((1, 1, 1, 4), 8.0), np.full((1, 1, 3, 4), [[[[1.0], [-5.0], [2.0]]]]), np.ones((1, 1, 1, 4))
+    off = np.array([Rounding("bfloat16", seed).remade(dy, q, k, None) - 1 for seed in range(500)]).reshape(500, 4)
+    assert np.ptp(off, axis=1).max() < 1e-15
+    size = 80 * 2.0 ** -24 / NEAREST                    # |s| <= 8·5·4/√4, uniform in ± size
+    assert 0.95 * size < np.abs(off).max() <= size and np.std(off) == pytest.approx(size / np.sqrt(3), rel=0.1)
+    assert Rounding("float32").remade(dy, q, k, None) is dy
