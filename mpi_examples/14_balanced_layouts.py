@@ -24,7 +24,7 @@ What the mask leaves is worth something only where it can be skipped in whole bl
 rank, the diagonal costs d = (n + 1)/2n of a pair, and the ring takes, in pairs (p without a mask):
 
     contiguous    p - 1 + d                 nearly as long as without a mask, however small the blocks
-    zigzag        (p - 1)/2 + d             for even n: the blocks must not be larger than the pieces
+    zigzag        (p - 1)/2 + d             no block has some of both of a rank's pieces, so n is 2 at least
     striped       p·d
 
 A contiguous ring with whole pairs, n = 1, is busy for (p + 1)/2p of its time: p(p + 1)/2 pairs in p·p rank-steps.
@@ -103,10 +103,9 @@ def steps_of(kind: str, n: int, mesh: Mesh, serial: dict[str, np.ndarray]) -> np
 
 def formula(kind: str, n: int, p: int) -> float:
     """How long the ring takes, in pairs."""
+    n = max(2, n) if kind == "zigzag" else n
     d = (n + 1) / (2 * n)
-    if kind == "zigzag":
-        return (p - 1) / 2 + d if n % 2 == 0 else p     # n = 1: every block has something that is seen
-    return p - 1 + d if kind == "contiguous" else p * d
+    return {"contiguous": p - 1 + d, "zigzag": (p - 1) / 2 + d, "striped": p * d}[kind]
 
 
 def main(comm: Comm, plot: Path | None = None) -> None:

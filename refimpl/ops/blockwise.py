@@ -16,16 +16,19 @@ Reference: Milakov and Gimelshein 2018 (online softmax); Dao 2023 (FlashAttentio
 """
 import math
 from dataclasses import dataclass
+from itertools import product as corners
 from typing import Any, Callable, Iterator
 
 from refimpl.array import Array, xp_of
 from refimpl.autograd import op
+from refimpl.comm.arguments import shares
 from refimpl.ops.attention import check, summed_over
 from refimpl.ops.linear import product, row_dot
 from refimpl.ops.mask import Mask
 from refimpl.ops.sight import Sight, sight
 
-LARGEST, SCORES = 256, 1 << 18                          # queries of a block; scores of a block, of all heads: they fit a cache
+SMALLEST, LARGEST = 64, 320                             # queries and keys of a block
+BYTES = 1 << 20                                         # the scores of a block, of some heads at once: they fit a core's cache
 Pause = Callable[[], None]                              # what is done between blocks, such as comm.progress
 
 
@@ -44,7 +47,7 @@ def blockwise_attention(q, k, v, q_documents=None, k_documents=None, q_positions
     check("blockwise_attention", q, k, v, q_documents, k_documents, q_positions, k_positions)
     factor = scale_of(q, scale)
     seen = sight(mask, q.shape[2], k.shape[2], q_documents, k_documents, q_positions, k_positions)
-    blocks = Blocks.of(q, block_q, block_k)
+    blocks = Blocks.of(q.shape[2], block_q, block_k)
     part = Partial.nothing(q, k)
     attend(part, by_group(q * factor, k), shared(k), shared(v), seen, blocks)
     y, lse = part.finished()
@@ -53,7 +56,7 @@ def blockwise_attention(q, k, v, q_documents=None, k_documents=None, q_positions
     def vjp(dy):
         dq, dk, dv = (xp_of(a).zeros_like(a) for a in (q, k, v))
         attend_vjp(by_group(dq, k), shared(dk), shared(dv), by_group(q * factor, k), shared(k), shared(v),
-                   Upstream.of(dy, y, lse, k), seen, blocks)
+                   Upstream.to(dy, y, lse, k), seen, blocks)
         dq *= factor
         return dq, dk, dv, None, None, None, None
     return y, vjp
@@ -77,30 +80,48 @@ def shared(a: Array) -> Array:
 
 @dataclass(frozen=True)
 class Blocks:
+    """At most so many queries and keys of a block, of one piece: `piece` positions lie together, or (None) all of them."""
     queries: int
     keys: int
+    piece: int | None = None
 
     @classmethod
-    def of(cls, q: Array, block_q: int | None, block_k: int | None, piece: int = LARGEST) -> "Blocks":
-        """The given sizes, or such that the scores of all heads in a block fit a core's cache, and at most `piece` positions,
-        which lie together.  Error: ValueError."""
+    def of(cls, T: int, block_q: int | None, block_k: int | None, piece: int | None = None) -> "Blocks":
+        """The given sizes, or a quarter of T: larger products are faster, but of a block on the diagonal half is masked.
+
+        Error: ValueError for a size below 1
+        """
         for name, size in (("block_q", block_q), ("block_k", block_k)):
             if size is not None and size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
-        side = max(1, min(LARGEST, piece))
-        while side > 32 and q.shape[0] * q.shape[1] * side * side > SCORES:
-            side //= 2
-        return cls(block_q or side, block_k or side)
+        side = min(LARGEST, max(SMALLEST, T // 4))
+        return cls(block_q or side, block_k or side, piece)
+
+    def heads(self, q: Array, k: Array) -> Iterator[tuple[slice, slice, slice]]:
+        """Samples, kv heads, and query heads of each, a few after the others: so many that their scores take BYTES."""
+        B, G, n, T, _ = q.shape
+        scores = min(T, self.queries) * min(k.shape[3], self.keys)
+        most = max(1, BYTES // max(1, q.dtype.itemsize * scores))
+        sizes = (max(1, most // max(1, G * n)), max(1, most // max(1, n)), most)
+        for b, g, h in corners(*(range(0, whole, size) for whole, size in zip((B, G, n), sizes))):
+            yield slice(b, b + sizes[0]), slice(g, g + sizes[1]), slice(h, h + sizes[2])
 
     def visible(self, seen: Sight) -> Iterator[tuple[slice, slice, Any]]:
         """The pairs of a block of queries and a block of keys that it sees, and how: True or bool[B or 1, T, S]."""
-        T, S = len(seen.q_positions), len(seen.k_positions)
-        for i in range(0, T, self.queries):
-            for j in range(0, S, self.keys):
-                queries, keys = slice(i, min(i + self.queries, T)), slice(j, min(j + self.keys, S))
+        of_keys = list(self.cut(len(seen.k_positions), self.keys))
+        for queries in self.cut(len(seen.q_positions), self.queries):
+            for keys in of_keys:
                 view = seen.block(queries, keys)
                 if view is not False:
                     yield queries, keys, view
+
+    def cut(self, n: int, most: int) -> Iterator[slice]:
+        """n positions, in slices of nearly equal sizes within each piece."""
+        for start in range(0, n, max(1, self.piece or n)):
+            length = min(self.piece or n, n - start)
+            for size in shares(length, -(-length // most)):
+                yield slice(start, start + size)
+                start += size
 
 
 @dataclass
@@ -122,6 +143,10 @@ class Partial:
         out = by_group(xp.zeros(q.shape, q.dtype), k)
         total = xp.zeros((*out.shape[:3], 1, out.shape[3]), q.dtype)
         return cls(out, total, xp.full_like(total, -xp.inf))
+
+    def of(self, heads: tuple[slice, slice, slice]) -> "Partial":
+        """Of some heads, as views."""
+        return Partial(self.out[heads], self.total[heads], self.top[heads])
 
     def add(self, queries: slice, s: Array, v: Array) -> None:
         """Some queries meet keys: their scores s[B, G, n, S, T] (written to), and values v[B, G, 1, S, K]."""
@@ -149,9 +174,11 @@ class Partial:
 
 def attend(part: Partial, q: Array, k: Array, v: Array, seen: Sight, blocks: Blocks, pause: Pause = lambda: None) -> None:
     """All queries q[B, G, n, T, K] (scaled) meet all keys k[B, G, 1, S, K] that they see."""
-    for queries, keys, view in blocks.visible(seen):
-        part.add(queries, scores(q[..., queries, :], k[..., keys, :], view), v[..., keys, :])
-        pause()
+    for heads in blocks.heads(q, k):
+        some, qh, (kh, vh) = part.of(heads), q[heads], (a[heads[:2]] for a in (k, v))
+        for queries, keys, view in blocks.visible(seen.of(heads[0])):
+            some.add(queries, scores(qh[..., queries, :], kh[..., keys, :], view), vh[..., keys, :])
+            pause()
 
 
 def scores(q: Array, k: Array, view: Any) -> Array:
@@ -170,8 +197,12 @@ class Upstream:
     lse: Array
     inner: Array
 
+    def of(self, heads: tuple[slice, slice, slice]) -> "Upstream":
+        """Of some heads, as views."""
+        return Upstream(self.dy[heads], self.lse[heads], self.inner[heads])
+
     @classmethod
-    def of(cls, dy: Array, y: Array, lse: Array, k: Array) -> "Upstream":
+    def to(cls, dy: Array, y: Array, lse: Array, k: Array) -> "Upstream":
         xp = xp_of(dy)
         inner = by_group(row_dot(y, dy), k).swapaxes(-1, -2)
         return cls(by_group(dy, k), xp.where(lse == -xp.inf, xp.zeros_like(lse), lse), inner)
@@ -181,18 +212,20 @@ def attend_vjp(dq: Array, dk: Array, dv: Array, q: Array, k: Array, v: Array, up
                pause: Pause = lambda: None) -> None:
     """Add to dq[B, G, n, T, K] (by the scaled q), dk and dv[B, G, 1, S, K] what comes of all pairs of a query and a key."""
     xp = xp_of(q)
-    for queries, keys, view in blocks.visible(seen):
-        qb, kb, vb, dy = q[..., queries, :], k[..., keys, :], v[..., keys, :], up.dy[..., queries, :]
-        p = scores(qb, kb, view)
-        p -= up.lse[..., queries]
-        xp.exp(p, out=p)
-        dv[..., keys, :] += over_group(product(p, dy))
-        ds = product(vb, dy.swapaxes(-1, -2))
-        ds -= up.inner[..., queries]
-        ds *= p
-        dq[..., queries, :] += product(ds.swapaxes(-1, -2), kb)
-        dk[..., keys, :] += over_group(product(ds, qb))
-        pause()
+    for heads in blocks.heads(q, k):
+        qh, dqh, (kh, vh, dkh, dvh), of = q[heads], dq[heads], (a[heads[:2]] for a in (k, v, dk, dv)), up.of(heads)
+        for queries, keys, view in blocks.visible(seen.of(heads[0])):
+            qb, kb, vb, dy = qh[..., queries, :], kh[..., keys, :], vh[..., keys, :], of.dy[..., queries, :]
+            p = scores(qb, kb, view)
+            p -= of.lse[..., queries]
+            xp.exp(p, out=p)
+            dvh[..., keys, :] += over_group(product(p, dy))
+            ds = product(vb, dy.swapaxes(-1, -2))
+            ds -= of.inner[..., queries]
+            ds *= p
+            dqh[..., queries, :] += product(ds.swapaxes(-1, -2), kb)
+            dkh[..., keys, :] += over_group(product(ds, qb))
+            pause()
 
 
 def over_group(a: Array) -> Array:

@@ -1,5 +1,5 @@
 """Which keys the queries of a call see, for any block of them: the mask, by positions, and documents."""
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,12 @@ class Sight:
     k_positions: np.ndarray
     q_documents: np.ndarray | None = None
     k_documents: np.ndarray | None = None
+
+    def of(self, samples: slice) -> "Sight":
+        """That of some samples."""
+        if self.q_documents is None or self.k_documents is None:
+            return self
+        return replace(self, q_documents=self.q_documents[samples], k_documents=self.k_documents[samples])
 
     def block(self, queries: slice = EVERYTHING, keys: slice = EVERYTHING) -> bool | np.ndarray:
         """True (each of these queries sees each of these keys), False (none), or bool[B or 1, T, S]."""

@@ -63,7 +63,7 @@ def ring_attention(q, k, v, documents=None, comm=None, layout=None, mask=CAUSAL,
     """
     with refused_by_all(comm, "ring_attention"):
         check_part(q, k, v, documents, comm, layout)
-        blocks = Blocks.of(q, block_q, block_k, layout.piece(comm.size))
+        blocks = Blocks.of(q.shape[2], block_q, block_k, layout.piece(comm.size))
     require_alike("ring_attention", q, k, documents, comm, layout, mask, scale)
     positions = [layout.positions(r, comm.size) for r in range(comm.size)]
     ring, factor = Ring(comm, positions, documents, mask, blocks), scale_of(q, scale)
@@ -113,7 +113,7 @@ class Ring:
 
     def attend_vjp(self, q: Array, k: Array, v: Array, dy: Array, y: Array, lse: Array) -> tuple[Array, Array, Array]:
         """dq (by the scaled q), dk, dv."""
-        xp, up = xp_of(q), Upstream.of(dy, y, lse, k)
+        xp, up = xp_of(q), Upstream.to(dy, y, lse, k)
         dq = xp.zeros_like(q)
         home: Array = None                                          # dk and dv of the own block
         moving: Transfer | None = None

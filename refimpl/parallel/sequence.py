@@ -51,8 +51,8 @@ class SequenceLayout:
         return shares(self.length, size) if self.kind != "zigzag" else tuple(pieces[r] + pieces[-1 - r] for r in range(size))
 
     def piece(self, size: int) -> int:
-        """How many of a rank's positions lie together, at most: blocks of that many may be skipped as a whole."""
-        return -(-self.length // (2 * size)) if self.kind == "zigzag" else self.length
+        """How many of a rank's positions lie together, at most: no block should have some of two such pieces."""
+        return -(-self.length // (2 * size if self.kind == "zigzag" else size))
 
     def order(self, size: int) -> np.ndarray:
         """int[S]: the positions in the order in which all_gather joins the ranks' parts."""

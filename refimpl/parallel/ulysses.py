@@ -40,7 +40,7 @@ def all_to_all_attention(q, k, v, documents=None, comm=None, layout=None, ring=1
     """
     with refused_by_all(comm, "all_to_all_attention"):
         check_part(q, k, v, documents, comm, layout)
-        Blocks.of(q, block_q, block_k)                  # refused before anything travels
+        blocks = Blocks.of(q.shape[2], block_q, block_k, layout.piece(comm.size))
         if integers("ring", [ring])[0] < 1 or comm.size % ring:
             raise ValueError(f"ring must be a divisor of the {comm.size} ranks, got {ring}")
     require_alike(f"all_to_all_attention in a ring of {ring}", q, k, documents, comm, layout, mask, scale)
@@ -50,7 +50,6 @@ def all_to_all_attention(q, k, v, documents=None, comm=None, layout=None, ring=1
     ids = None if documents is None else group.all_gather(documents, axis=1, sizes=heads.tokens)
     circle = comm if ring == comm.size else comm.sub({"ring": ring, "heads": group.size}, ("ring",))
     qh, kh, vh = heads.in_exchange_for_tokens(q, heads.of_q), *(heads.kv_in(a) for a in (k, v))
-    blocks = Blocks.of(qh, block_q, block_k, layout.piece(comm.size))
     of_all, factor = Ring(circle, joined, ids, mask, blocks), scale_of(q, scale)
     yh, lse = of_all.attend(qh * factor, kh, vh)
     y = heads.back(yh, heads.of_q)

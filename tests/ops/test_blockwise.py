@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refimpl.autograd import Count, residuals
-from refimpl.ops import CAUSAL, Mask, attention, blockwise_attention
+from refimpl.ops import CAUSAL, Mask, attention, blockwise, blockwise_attention
 from refimpl.ops.blockwise import Blocks, Partial, attend, by_group, shared
 from refimpl.ops.sight import Sight, sight
 from refimpl.rng import draw
@@ -143,6 +143,29 @@ def test_documents_are_told_apart_in_any_block(queries, keys, block_q, block_k):
     for i, j, view in Blocks(block_q, block_k).visible(seen):
         found[:, i, j] = view
     assert np.array_equal(found, q[:, :, None] == k[:, None, :])
+
+
+@pytest.mark.parametrize("n, most, piece, sizes", (
+    (10, 4, None, [4, 3, 3]), (8, 4, None, [4, 4]), (3, 4, None, [3]), (0, 4, None, []), (10, 4, 5, [3, 2, 3, 2]),
+    (9, 4, 5, [3, 2, 4]), (10, 20, 5, [5, 5]), (3, 1, 2, [1, 1, 1]), (2, 3, 0, [2])))
+def test_blocks_are_of_nearly_equal_sizes_and_of_one_piece(n, most, piece, sizes):
+    found = list(Blocks(most, 1, piece).cut(n, most))
+    assert [s.stop - s.start for s in found] == sizes
+    assert [i for s in found for i in range(s.start, s.stop)] == list(range(n))
+
+
+@pytest.mark.parametrize("shape", ((2, 4, 3), (1, 1, 8), (3, 1, 1), (5, 2, 1), (0, 2, 2), (2, 0, 0)))
+@pytest.mark.parametrize("dtype", ("float64", "float32"))
+def test_heads_are_taken_so_many_at_once_that_their_scores_fit(shape, dtype, monkeypatch):
+    """Each once; whole groups where one fits, whole samples where one fits."""
+    q, k = np.zeros((*shape, 6, 2), dtype), np.zeros((*shape[:2], 1, 10, 2), dtype)
+    for heads in (0, 1, 2, 3, 6, 12, 13, 24, 100):
+        monkeypatch.setattr(blockwise, "BYTES", heads * 4 * 5 * q.itemsize)
+        met = np.zeros(shape, int)
+        for some in Blocks(4, 5).heads(q, k):
+            met[some] += 1
+            assert 0 < met[some].size <= max(1, heads)
+        assert (met == 1).all()
 
 
 def test_bad_blocks_and_positions_are_refused():
