@@ -8,13 +8,12 @@ dy; then how both grow with T, and how much of ideal speed the ring has.
 import argparse
 import importlib.util
 import random
-import resource
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Callable
 
-from contenders import CORES, Contender, leave, machine, rounds, spread, status, take_turns
+from contenders import CORES, Contender, forget_peak, leave, machine, rounds, spread, status, take_turns
 
 HEADS, K, LENGTHS = 4, 64, (4096, 8192, 16384)
 
@@ -42,7 +41,7 @@ def contend(kind: str, T: int, threads: int, folder: Path) -> None:
         def run(step: int) -> float:
             y = torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True)
             dq, dk, dv = torch.autograd.grad(y, given, upstream)
-            return float(dv.double().square().sum() + dq.double().square().sum())
+            return sum(float(a.flatten().dot(a.flatten())) for a in (dq, dv))
     else:
         keep_memory()
 
@@ -52,11 +51,11 @@ def contend(kind: str, T: int, threads: int, folder: Path) -> None:
             else:
                 y, vjp = blockwise_attention.array(q, k, v, mask=CAUSAL)
             dq, dk, dv = vjp(dy)[:3]
-            mine = np.array(np.square(dv, dtype=float).sum() + np.square(dq, dtype=float).sum())
+            mine = np.array(sum(float(a.reshape(-1).dot(a.reshape(-1))) for a in (dq, dv)))
             return float(comm.all_reduce(mine) if comm else mine)
-    before = status("VmRSS")
+    before = forget_peak()                              # what q, k, v and dy took to be made is not a step's
     take_turns(folder, comm, run)
-    leave(folder, comm, [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before])
+    leave(folder, comm, [status("VmHWM") - before])
 
 
 def main() -> None:

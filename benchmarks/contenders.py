@@ -4,6 +4,7 @@ In every round each makes one step, in an order drawn anew, so that a slow momen
 `Contender`s and calls `rounds`; in a contender's process `take_turns` runs the steps, and `leave` says what it wants to say at
 the end.  What they compute must agree.
 """
+import ctypes
 import json
 import os
 import platform
@@ -27,6 +28,13 @@ def status(field: str) -> int:
     """Bytes of this process, from /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(field + ":")).split()[1])
+
+
+def forget_peak() -> int:
+    """Let VmHWM, the largest memory that this process has had, begin anew, and give the present one: Linux, `man proc`."""
+    ctypes.CDLL(None).malloc_trim(0)                    # what has been freed, but not given back, would be used again unseen
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
 
 
 def take_turns(folder: Path, comm: Any, run: Callable[[int], float]) -> int:

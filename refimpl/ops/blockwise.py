@@ -49,14 +49,14 @@ def blockwise_attention(q, k, v, q_documents=None, k_documents=None, q_positions
     seen = sight(mask, q.shape[2], k.shape[2], q_documents, k_documents, q_positions, k_positions)
     blocks = Blocks.of(q.shape[2], block_q, block_k)
     part = Partial.nothing(q, k)
-    attend(part, by_group(q * factor, k), shared(k), shared(v), seen, blocks)
+    attend(part, by_group(q, k), shared(k), shared(v), seen, blocks, factor)
     y, lse = part.finished()
     y = y.reshape(q.shape)
 
     def vjp(dy):
         dq, dk, dv = (xp_of(a).zeros_like(a) for a in (q, k, v))
-        attend_vjp(by_group(dq, k), shared(dk), shared(dv), by_group(q * factor, k), shared(k), shared(v),
-                   Upstream.to(dy, y, lse, k), seen, blocks)
+        attend_vjp(by_group(dq, k), shared(dk), shared(dv), by_group(q, k), shared(k), shared(v), Upstream.to(dy, y, lse, k),
+                   seen, blocks, factor)
         dq *= factor
         return dq, dk, dv, None, None, None, None
     return y, vjp
@@ -172,12 +172,13 @@ class Partial:
         return self.out, self.top + xp.log(total)
 
 
-def attend(part: Partial, q: Array, k: Array, v: Array, seen: Sight, blocks: Blocks, pause: Pause = lambda: None) -> None:
-    """All queries q[B, G, n, T, K] (scaled) meet all keys k[B, G, 1, S, K] that they see."""
+def attend(part: Partial, q: Array, k: Array, v: Array, seen: Sight, blocks: Blocks, factor: float = 1.0,
+           pause: Pause = lambda: None) -> None:
+    """All queries q[B, G, n, T, K] meet all keys k[B, G, 1, S, K] that they see.  Scores are factor·q·kᵀ."""
     for heads in blocks.heads(q, k):
         some, qh, (kh, vh) = part.of(heads), q[heads], (a[heads[:2]] for a in (k, v))
         for queries, keys, view in blocks.visible(seen.of(heads[0])):
-            some.add(queries, scores(qh[..., queries, :], kh[..., keys, :], view), vh[..., keys, :])
+            some.add(queries, scores(qh[..., queries, :] * factor, kh[..., keys, :], view), vh[..., keys, :])
             pause()
 
 
@@ -209,13 +210,13 @@ class Upstream:
 
 
 def attend_vjp(dq: Array, dk: Array, dv: Array, q: Array, k: Array, v: Array, up: Upstream, seen: Sight, blocks: Blocks,
-               pause: Pause = lambda: None) -> None:
-    """Add to dq[B, G, n, T, K] (by the scaled q), dk and dv[B, G, 1, S, K] what comes of all pairs of a query and a key."""
+               factor: float = 1.0, pause: Pause = lambda: None) -> None:
+    """Add to dq[B, G, n, T, K] (by factor·q), dk and dv[B, G, 1, S, K] what comes of all pairs of a query and a key."""
     xp = xp_of(q)
     for heads in blocks.heads(q, k):
         qh, dqh, (kh, vh, dkh, dvh), of = q[heads], dq[heads], (a[heads[:2]] for a in (k, v, dk, dv)), up.of(heads)
         for queries, keys, view in blocks.visible(seen.of(heads[0])):
-            qb, kb, vb, dy = qh[..., queries, :], kh[..., keys, :], vh[..., keys, :], of.dy[..., queries, :]
+            qb, kb, vb, dy = qh[..., queries, :] * factor, kh[..., keys, :], vh[..., keys, :], of.dy[..., queries, :]
             p = scores(qb, kb, view)
             p -= of.lse[..., queries]
             xp.exp(p, out=p)

@@ -66,13 +66,11 @@ def ring_attention(q, k, v, documents=None, comm=None, layout=None, mask=CAUSAL,
         blocks = Blocks.of(q.shape[2], block_q, block_k, layout.piece(comm.size))
     require_alike("ring_attention", q, k, documents, comm, layout, mask, scale)
     positions = [layout.positions(r, comm.size) for r in range(comm.size)]
-    ring, factor = Ring(comm, positions, documents, mask, blocks), scale_of(q, scale)
-    y, lse = ring.attend(q * factor, k, v)
+    ring = Ring(comm, positions, documents, mask, blocks, scale_of(q, scale))
+    y, lse = ring.attend(q, k, v)
 
     def vjp(dy):
-        dq, dk, dv = ring.attend_vjp(q * factor, k, v, dy, y, lse)
-        dq *= factor
-        return dq, dk, dv, None
+        return *ring.attend_vjp(q, k, v, dy, y, lse), None
     return y, vjp
 
 
@@ -96,31 +94,34 @@ def require_alike(name: str, q: Array, k: Array, documents: Array | None, comm: 
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks of a ring, the positions of each, this rank's documents int[B, T_r] (or None), and which keys a query sees."""
+    """The ranks of a ring, the positions of each, this rank's documents int[B, T_r] (or None), which keys a query sees, and the
+    factor of scores."""
     comm: Comm
     positions: Sequence[np.ndarray]
     documents: Array | None
     mask: Mask
     blocks: Blocks
+    factor: float
 
     def attend(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        """(y[B, H, T_r, K], lse) of this rank's queries (scaled) and the keys of all ranks."""
+        """(y[B, H, T_r, K], lse) of this rank's queries and the keys of all ranks."""
         part = Partial.nothing(q, k)
-        for keys, values, seen in self.blocks_of_all(k, v):
-            attend(part, by_group(q, k), shared(keys), shared(values), seen, self.blocks, self.comm.progress)
+        for _, keys, values, seen in self.blocks_of_all(k, v):
+            attend(part, by_group(q, k), shared(keys), shared(values), seen, self.blocks, self.factor, self.comm.progress)
         y, lse = part.finished()
         return y.reshape(q.shape), lse
 
     def attend_vjp(self, q: Array, k: Array, v: Array, dy: Array, y: Array, lse: Array) -> tuple[Array, Array, Array]:
-        """dq (by the scaled q), dk, dv."""
+        """dq, dk, dv."""
         xp, up = xp_of(q), Upstream.to(dy, y, lse, k)
         dq = xp.zeros_like(q)
         home: Array = None                                          # dk and dv of the own block
         moving: Transfer | None = None
-        for step, (keys, values, seen) in enumerate(self.blocks_of_all(k, v)):
+        for step, keys, values, seen in self.blocks_of_all(k, v):
             both = xp.zeros((2, *keys.shape), k.dtype)              # dk and dv of the block that is here
             attend_vjp(by_group(dq, k), shared(both[0]), shared(both[1]), by_group(q, k), shared(keys), shared(values), up,
-                       seen, self.blocks, self.comm.progress)
+                       seen, self.blocks, self.factor, self.comm.progress)
+            del keys, values                                        # the last ones' place is that of dk and dv that come home
             if step == 0:
                 home = both
                 continue
@@ -129,11 +130,12 @@ class Ring:
             moving = self.send_on(both, step, values_of(k))
         if moving:
             home += moving.wait().reshape(home.shape)
+        dq *= self.factor
         return dq, home[0], home[1]
 
-    def blocks_of_all(self, k: Array, v: Array) -> Iterator[tuple[Array, Array, Sight]]:
-        """Keys, values, and what this rank's queries see of them, of every rank's block in turn, the own first.  While one is
-        worked on, it is sent on, and the next one comes."""
+    def blocks_of_all(self, k: Array, v: Array) -> Iterator[tuple[int, Array, Array, Sight]]:
+        """Step, keys, values, and what this rank's queries see of them, of every rank's block in turn, the own first.  While one
+        is worked on, it is sent on, and the next one comes; nothing here holds on to it."""
         xp, (B, G, _, K), n = xp_of(k), k.shape, self.comm.size
         held, ids = xp.concatenate([k.reshape(-1), v.reshape(-1)], axis=0), self.documents
         for step in range(n):
@@ -141,9 +143,10 @@ class Ring:
             coming = [] if step == n - 1 else [self.send_on(held, step, values_of(k))]
             if coming and ids is not None:
                 coming.append(self.send_on(ids, step, B))
-            both = held.reshape(2, B, G, len(at), K)
             ids = None if ids is None else ids.reshape(B, len(at))
-            yield both[0], both[1], Sight(self.mask, self.positions[self.comm.rank], at, self.documents, ids)
+            both = list(held.reshape(2, B, G, len(at), K))
+            del held
+            yield step, both.pop(0), both.pop(), Sight(self.mask, self.positions[self.comm.rank], at, self.documents, ids)
             if coming:
                 held, *others = [transfer.wait() for transfer in coming]
                 ids = others[0] if others else None

@@ -50,14 +50,13 @@ def all_to_all_attention(q, k, v, documents=None, comm=None, layout=None, ring=1
     ids = None if documents is None else group.all_gather(documents, axis=1, sizes=heads.tokens)
     circle = comm if ring == comm.size else comm.sub({"ring": ring, "heads": group.size}, ("ring",))
     qh, kh, vh = heads.in_exchange_for_tokens(q, heads.of_q), *(heads.kv_in(a) for a in (k, v))
-    of_all, factor = Ring(circle, joined, ids, mask, blocks), scale_of(q, scale)
-    yh, lse = of_all.attend(qh * factor, kh, vh)
+    of_all = Ring(circle, joined, ids, mask, blocks, scale_of(q, scale))
+    yh, lse = of_all.attend(qh, kh, vh)
     y = heads.back(yh, heads.of_q)
     n_kv = k.shape[1]
 
     def vjp(dy):
-        dq, dk, dv = of_all.attend_vjp(qh * factor, kh, vh, heads.in_exchange_for_tokens(dy, heads.of_q), yh, lse)
-        dq *= factor
+        dq, dk, dv = of_all.attend_vjp(qh, kh, vh, heads.in_exchange_for_tokens(dy, heads.of_q), yh, lse)
         return heads.back(dq, heads.of_q), heads.kv_back(dk, n_kv), heads.kv_back(dv, n_kv), None
     return y, vjp
 
