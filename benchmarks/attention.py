@@ -2,8 +2,8 @@
 
 Forward and backward, causal, 4 heads of 64, float32, at T = 4,096, 8,192 and 16,384: blockwise attention on one core, and ring
 attention (zigzag) on one rank a core, against torch's scaled_dot_product_attention with as many threads.  Shown are medians
-over rounds, the ratio to torch in the same round with quartiles, and the memory that a step takes at its peak beside q, k, v,
-dy; then how both grow with T, and how much of ideal speed the ring has.
+over rounds, the ratio to torch in the same round with quartiles, and the memory that a step takes at its peak beside what is
+given and wanted: q, k, v, dy, y, dq, dk and dv; then how both grow with T, and how much of ideal speed the ring has.
 """
 import argparse
 import importlib.util
@@ -85,7 +85,8 @@ def main() -> None:
             running = [*alone, *ring]
             rounds(running, args.rounds, 0.1 * T)
             for c in running:
-                seconds[c.name, T], memory[c.name, T] = c.seconds, sum(peak for peak, in c.end())
+                wanted = 4 * 4 * HEADS * T * K              # bytes of y, dq, dk, dv
+                seconds[c.name, T], memory[c.name, T] = c.seconds, sum(peak for peak, in c.end()) - wanted
         for ours, theirs in (alone, ring):
             ratios = [b / a for a, b in zip(ours.seconds, theirs.seconds)]
             for c in (ours, theirs):

@@ -13,7 +13,7 @@ each adds what its queries give, and the last sends them home; dq stays.  So of 
     forward  2(p - 1)·B·(S/p)·G·K elements         backward  4(p - 1)·B·(S/p)·G·K         and none where it is alone
 
 Softmaxes are merged as in ops/blockwise.py, so a rank holds two blocks of keys and values however long the sequence is (and
-of all ranks the positions, 8 bytes each).
+of all ranks the positions, 8 bytes each).  Where they are large, heads take turns: then it is two blocks of some heads.
 """
 from dataclasses import dataclass
 from typing import Any, Iterator, Sequence
@@ -29,8 +29,10 @@ from refimpl.comm.transfer import Transfer
 from refimpl.ops.attention import check
 from refimpl.ops.blockwise import Blocks, Partial, Upstream, attend, attend_vjp, by_group, scale_of, shared
 from refimpl.ops.mask import CAUSAL, Mask
-from refimpl.ops.sight import Sight
+from refimpl.ops.sight import EVERYTHING, Sight
 from refimpl.parallel.sequence import SequenceLayout
+
+TURN = 1 << 21                                          # bytes of the keys and values of a block that travel together
 
 
 def cut_by_position(args: Any, static: dict[str, Any]) -> Layout:
@@ -105,37 +107,51 @@ class Ring:
 
     def attend(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         """(y[B, H, T_r, K], lse) of this rank's queries and the keys of all ranks."""
-        part = Partial.nothing(q, k)
-        for _, keys, values, seen in self.blocks_of_all(k, v):
-            attend(part, by_group(q, k), shared(keys), shared(values), seen, self.blocks, self.factor, self.comm.progress)
+        part, queries = Partial.nothing(q, k), by_group(q, k)
+        for heads in self.turns(k):
+            some = part.of((EVERYTHING, heads, EVERYTHING))
+            for _, keys, values, seen in self.blocks_of_all(k[:, heads], v[:, heads]):
+                attend(some, queries[:, heads], shared(keys), shared(values), seen, self.blocks, self.factor,
+                       self.comm.progress)
         y, lse = part.finished()
         return y.reshape(q.shape), lse
 
     def attend_vjp(self, q: Array, k: Array, v: Array, dy: Array, y: Array, lse: Array) -> tuple[Array, Array, Array]:
-        """dq, dk, dv."""
-        xp, up = xp_of(q), Upstream.to(dy, y, lse, k)
-        dq = xp.zeros_like(q)
-        home: Array = None                                          # dk and dv of the own block
-        moving: Transfer | None = None
-        for step, keys, values, seen in self.blocks_of_all(k, v):
-            both = xp.zeros((2, *keys.shape), k.dtype)              # dk and dv of the block that is here
-            attend_vjp(by_group(dq, k), shared(both[0]), shared(both[1]), by_group(q, k), shared(keys), shared(values), up,
-                       seen, self.blocks, self.factor, self.comm.progress)
-            del keys, values                                        # the last ones' place is that of dk and dv that come home
-            if step == 0:
-                home = both
-                continue
+        """dq, dk, dv.  In each turn but the last, dk and dv come home while the next one's own block is worked on."""
+        xp, up, queries = xp_of(q), Upstream.to(dy, y, lse, k), by_group(q, k)
+        dq, dk_dv = xp.zeros_like(q), xp.zeros((2, *k.shape), k.dtype)
+        coming_home: list[tuple[Array, Transfer]] = []
+        for heads in self.turns(k):
+            own, some, moving = dk_dv[:, :, heads], up.of((EVERYTHING, heads, EVERYTHING)), None
+            for step, keys, values, seen in self.blocks_of_all(k[:, heads], v[:, heads]):
+                here = own if step == 0 else xp.zeros((2, *keys.shape), k.dtype)
+                attend_vjp(by_group(dq, k)[:, heads], shared(here[0]), shared(here[1]), queries[:, heads], shared(keys),
+                           shared(values), some, seen, self.blocks, self.factor, self.comm.progress)
+                del keys, values                                    # the last ones' place is that of dk and dv that come home
+                if step == 0:
+                    add_up(coming_home)
+                    continue
+                if moving:
+                    here += moving.wait().reshape(here.shape)       # what the ranks before have added
+                moving = self.send_on(here, step, values_of(k[:, heads]))
             if moving:
-                both += moving.wait().reshape(both.shape)           # what the ranks before have added
-            moving = self.send_on(both, step, values_of(k))
-        if moving:
-            home += moving.wait().reshape(home.shape)
+                coming_home.append((own, moving))
+        add_up(coming_home)
         dq *= self.factor
-        return dq, home[0], home[1]
+        return dq, dk_dv[0], dk_dv[1]
+
+    def turns(self, k: Array) -> Iterator[slice]:
+        """Some kv heads after the others: so many that their keys and values in a block take TURN bytes, on all ranks alike."""
+        B, G, _, K = k.shape
+        each = 2 * B * K * k.dtype.itemsize * max(map(len, self.positions))
+        size = max(1, TURN // max(1, each))
+        return (slice(g, g + size) for g in range(0, max(1, G), size))
 
     def blocks_of_all(self, k: Array, v: Array) -> Iterator[tuple[int, Array, Array, Sight]]:
-        """Step, keys, values, and what this rank's queries see of them, of every rank's block in turn, the own first.  While one
-        is worked on, it is sent on, and the next one comes; nothing here holds on to it."""
+        """Step, keys, values, and what this rank's queries see of them, of every rank's block in turn, the own first.
+
+        While one is worked on, it is sent on, and the next one comes; nothing here holds on to it.
+        """
         xp, (B, G, _, K), n = xp_of(k), k.shape, self.comm.size
         held, ids = xp.concatenate([k.reshape(-1), v.reshape(-1)], axis=0), self.documents
         for step in range(n):
@@ -155,6 +171,13 @@ class Ring:
         """Send what belongs to the block of `step`, `each` elements a position, to the next rank."""
         n = self.comm.size
         return self.comm.start_ring(a.reshape(-1), sizes=[each * len(self.positions[(r - step) % n]) for r in range(n)])
+
+
+def add_up(coming: list[tuple[Array, Transfer]]) -> None:
+    """Add each to where it belongs."""
+    while coming:
+        own, transfer = coming.pop()
+        own += transfer.wait().reshape(own.shape)
 
 
 def values_of(k: Array) -> int:

@@ -5,6 +5,7 @@ Serial naive attention is what all is compared with, in float64: sums of at most
 is 1e-12 of the largest number.  Positions are cut by test_sequence.py's layouts; adjoints are checked in ops/test_registry.py.
 """
 import functools
+import importlib
 import tracemalloc
 from dataclasses import dataclass, replace
 
@@ -152,6 +153,30 @@ def test_no_samples_positions_or_heads_are_nothing_wrong(ranks, shape):
     def check(comm: Comm):
         for op in (ring_attention, all_to_all_attention):
             require_serial(op, comm, row, truth)
+    ranks.run(check)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_heads_that_take_turns_get_the_same_bits_from_as_many_elements(ranks, kind, monkeypatch):
+    """One head a turn, two, or all; on the way home the gradients of one turn meet the next one's keys."""
+    row = Cut("turns", (2, 10, 5, 13, 3), kind, DOCUMENTS, {"mask": CAUSAL})
+    each = 2 * 2 * 3 * 8 * max(SequenceLayout(kind, 13).sizes(ranks.size))  # bytes of a head's keys and values
+    truth, turn = serially(row), importlib.import_module("refimpl.parallel.ring")
+
+    def check(comm: Comm):
+        found = []
+        for size in (1, 2 * each, 5 * each):
+            monkeypatch.setattr(turn, "TURN", size)
+            arrays, static = row.arguments(comm, "float64")
+            comm.ledger.clear()
+            y, vjp = ring_attention.array(*arrays, comm=comm, **static)
+            got = [y, *vjp(static["layout"].own(truth[0], comm, 2))[:3]]
+            require_equal(got, truth[1], static["layout"], comm)
+            ids = 2 * sum(np.delete(static["layout"].sizes(comm.size), (comm.rank + 1) % comm.size)) * (comm.size > 1)
+            turns = {1: 5, 2 * each: 3, 5 * each: 1}[size]
+            found.append(([a.tobytes() for a in got], comm.ledger.total().elements - 2 * ids * turns))
+            comm.barrier()                              # before another rank changes what is a turn
+        assert found[0] == found[1] == found[2]
     ranks.run(check)
 
 
