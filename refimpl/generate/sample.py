@@ -35,7 +35,7 @@ def sample(params: Mapping[str, Tensor], prompt: np.ndarray, n: int, cfg: Config
 
 def last_logits(params: Mapping[str, Tensor], seen: np.ndarray, cfg: Config, ctx: Context) -> np.ndarray:
     """float64[vocab_size], on every rank, though one cp rank alone has the last position."""
-    tokens, cp = Tensor(ctx.own(seen[None]), Layout(frozenset({"cp"}))), ctx.mesh.cp
+    tokens, cp = Tensor(ctx.own(seen[None]), Layout(frozenset({"cp"})), cut=ctx.cut), ctx.mesh.cp
     logits = to_host(decoder.forward(tokens, Params(params), cfg, ctx).array[0]).astype("float64")
     last = len(seen) - 1
     root = next(r for r in range(cp.size) if last in ctx.sequence.positions(r, cp.size))

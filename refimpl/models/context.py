@@ -72,6 +72,11 @@ class Context:
         """The positions that this rank has between the layers' matrices: its share of those of its tp ranks, or all of them."""
         return self.positions[share(len(self.positions), self.mesh.tp)] if self.plan.sequence_parallel else self.positions
 
+    @property
+    def cut(self) -> dict[str, int]:
+        """How this rank's tokens[B, T] are cut, as a Tensor says it.  (What blocks of them are a cut of has no name.)"""
+        return {} if self.plan.block else {"cp": 1}
+
     def own(self, a: np.ndarray) -> np.ndarray:
         """This rank's positions of a[B, T]: tokens, or targets that have been shifted already."""
         return self.sequence.own(a, self.mesh.cp)

@@ -34,7 +34,12 @@ def lookup_layout(args, static):
     return Layout(layout.varies | axes, layout.partial | axes)
 
 
-@op(linearity="each", named_by=0, values=slice(1), layout=lookup_layout, cut=lambda args, static, y: {})
+def cut_of_ids(args, static, y):
+    """A row stands where its id does."""
+    return dict(getattr(args[1], "cut", {}))
+
+
+@op(linearity="each", named_by=0, values=slice(1), layout=lookup_layout, cut=cut_of_ids)
 def vocab_parallel_embedding(w, ids, comm=None, n_words=0, n_rows=None):
     """Row lookup in a matrix whose rows are cut over the ranks: a rank that does not have the row gives 0.
 

@@ -35,7 +35,8 @@ def evaluate(params: Mapping[str, Tensor], data: Data, cfg: Config, mesh: Mesh, 
         for batch in sampler.step(k, options.batch_size, 1, mesh):
             ctx = Context.over(mesh, batch.rows, options.seq_len, options.plan)
             targets = ctx.own(batch.targets)
-            total, count = decoder.loss(Tensor(ctx.own(batch.tokens), OVER_SAMPLES), targets, Params(params), cfg, ctx)
+            given = Tensor(ctx.own(batch.tokens), OVER_SAMPLES, cut=ctx.cut)
+            total, count = decoder.loss(given, targets, Params(params), cfg, ctx)
             nats, tokens = nats + float(total), tokens + float(count)
             size += float(data.tokenizer.lengths[targets].sum()) if data.tokenizer else 0.0
     nats, tokens, size = total_over(mesh, nats, tokens, size)

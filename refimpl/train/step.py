@@ -34,7 +34,7 @@ def gradients(params: Mapping[str, Tensor], batches: Iterable[Batch], cfg: Confi
         raise ValueError("a step needs one micro-batch at least, got none")
     for batch in micro_batches:
         ctx = Context.over(mesh, batch.rows, batch.tokens.shape[1], plan, seed=seed, step=step)
-        tokens, targets = Tensor(ctx.own(batch.tokens), OVER_SAMPLES), ctx.own(batch.targets)
+        tokens, targets = Tensor(ctx.own(batch.tokens), OVER_SAMPLES, cut=ctx.cut), ctx.own(batch.targets)
 
         def loss(p: Params) -> tuple[Tensor, Tensor]:
             return decoder.loss(tokens, targets, p, cfg, ctx)

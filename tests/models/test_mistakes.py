@@ -50,9 +50,10 @@ def loss_and_gradients(mesh: Mesh, model: str = "gpt2", changes: Changes = (), p
     table = placements(cfg, mesh) | {name: Replicated() if axis is None else Cut.even(axis, rows[name].shape[axis], mesh.tp)
                                      for name, axis in placed}
     tokens, targets = draw.integers(0, cfg.vocab_size, (2, B, T))
-    given, ctx = Tensor(tokens, Layout(frozenset({"dp"}))), Context(mesh, np.arange(B), np.arange(T), seed=1, step=0)
+    ctx = Context.over(mesh, np.arange(B), T, seed=1, step=0)
+    given = Tensor(ctx.own(tokens), Layout(frozenset({"dp", "cp"})), cut=ctx.cut)
     loss = program(changes)["loss"]
-    (value, _), grads = value_and_grad(lambda p: loss(given, targets, p, cfg, ctx), shard(whole, table, mesh))
+    (value, _), grads = value_and_grad(lambda p: loss(given, ctx.own(targets), p, cfg, ctx), shard(whole, table, mesh))
     return total_over(mesh, float(value))[0], gather(reduce_gradients(grads, mesh, table), table, mesh), grads
 
 
@@ -236,6 +237,26 @@ def test_a_mistake_is_one_sentence_on_every_rank_and_on_any_number_of_ranks(rank
         words = sentence(Mesh(tp=comm.size, comm=comm), mistake)
         assert re.search(mistake.words, words), words
         assert re.sub(r"\([\d, ]+\)", "()", words) == serial
+    ranks.run(check)
+
+
+ATTEND = "parallel.attention(q, k, v, ctx.mesh.cp, ctx.sequence, ctx.mask, ctx.plan.attention)"
+OWN_KEYS = {                                            # with the positions cut over cp
+    "naive": (ATTEND, "ops.attention(q, k, v, mask=ctx.mask)", "attention works along axis 2"),
+    "blockwise": (ATTEND, "ops.blockwise_attention(q, k, v, mask=ctx.mask)", "blockwise_attention works along axis 2"),
+    "values that stay": (ATTEND, "ops.attention(q, parallel.whole_keys(k, v, ctx.mesh.cp, ctx.sequence)[0], v, mask=ctx.mask)",
+                         "attention works along axis 2")}
+
+
+@pytest.mark.parametrize("name", OWN_KEYS)
+@pytest.mark.parametrize("model", ("gpt2", "llama"))
+def test_attention_to_the_own_keys_alone_is_refused_also_on_one_rank(ranks, name, model):
+    line, new, words = OWN_KEYS[name]
+
+    def check(comm: Comm):
+        for mesh in (Mesh(cp=comm.size, comm=comm), Mesh()):
+            with pytest.raises(LayoutError, match=words):
+                loss_and_gradients(mesh, model, (("attention", line, new),))
     ranks.run(check)
 
 
