@@ -14,15 +14,18 @@ def step_payload(cfg: Config, mesh: Mesh, batch_size: int, seq_len: int, zero: b
 
     tp      (4·L + 2)·b·T·D + 3·b·T: two all_reduces forward (g) and two backward (f) per layer, one g of the embedding and one
             f of the head, each of b·T·D; of the loss 3 numbers a token, where all targets count; b samples and T positions are
-            this rank's
+            this rank's.  With plan.block 7·L: g twice more where blocks are made again, and one f each of q and of k and v
     dp, cp  one all_reduce of the rank's gradients, and one of (loss, count), over both together;  with `zero` (ZeRO-1) the
             gradients go into reduce_scatters over dp, if cp = 1, and an all_gather of the rank's own rows follows
     cp      what attention sends as well: see `attention_payload`
 
     Clipping adds one number over each axis that cuts a parameter.
-    Error: ValueError for gradients that are summed over tp as well (shared kv heads, norms of q and k, sequence_parallel)
+    Error: ValueError for rings of all_to_all groups (plan.ring), and for gradients that are summed over tp as well (shared kv
+           heads, norms of q and k, sequence_parallel)
     Reference: Shoeybi et al. 2019, section 3
     """
+    if plan.ring > 1 and mesh.cp.size > 1:
+        raise ValueError("step_payload: rings of groups that exchange heads for tokens are not in the formula")
     over_tp = cfg.qk_norm or plan.sequence_parallel or any(overlap(row.placement) for row in parameters(cfg, mesh).values())
     if mesh.tp.size > 1 and over_tp:
         raise ValueError("step_payload: the gradients of shared kv heads, of the norms of q and k, and with sequence_parallel "
@@ -31,7 +34,8 @@ def step_payload(cfg: Config, mesh: Mesh, batch_size: int, seq_len: int, zero: b
     T = SequenceLayout(plan.layout, seq_len).sizes(mesh.cp.size)[mesh.cp.rank]
     out = {}
     if mesh.tp.size > 1:
-        out["tp"] = (4 * L + 2) * b * T * D + 3 * b * T, f"(4·L + 2)·b·T·D + 3·b·T = {4 * L + 2}·{b}·{T}·{D} + 3·{b}·{T}"
+        n = 7 if plan.block else 4
+        out["tp"] = (n * L + 2) * b * T * D + 3 * b * T, f"({n}·L + 2)·b·T·D + 3·b·T = {n * L + 2}·{b}·{T}·{D} + 3·{b}·{T}"
     samples = "+".join(axis for axis in ("dp", "cp") if axis in mesh.wide(("dp", "cp")))
     if samples:
         own, rows = local_parameters(cfg, mesh), local_rows(cfg, mesh) if zero else 0
@@ -50,7 +54,7 @@ def attention_payload(cfg: Config, mesh: Mesh, b: int, S: int, plan: Plan) -> in
 
     With T of its S positions, T' of the next rank's, H query and G kv heads of this tp rank, K wide, cp = p even shares give
     ring              2·b·G·K·(2·(S - T') + (S - T))        = 6·(p - 1)·b·(S/p)·G·K
-    naive, blockwise  2·b·G·K·(T + S)                       all_gather, and reduce_scatter back
+    naive, blockwise  2·b·G·K·(T + S)                       all_gather, and reduce_scatter back (with plan.block 2·T + S)
     all_to_all        b·K·(2·(H·T + h·S) + 2·(G·T + g·S))   h, g of the heads are its own in between
 
     Reference: Liu et al. 2023, section 3; Jacobs et al. 2023, section 3
@@ -68,7 +72,7 @@ def attention_payload(cfg: Config, mesh: Mesh, b: int, S: int, plan: Plan) -> in
             G = H
         h, g = of_q[rank], of_q[rank] * G // H
         return b * K * (2 * (H * T + h * S) + 2 * (G * T + g * S))
-    return 2 * b * G * K * (T + S)
+    return 2 * b * G * K * (T * (2 if plan.block else 1) + S)
 
 
 def local_parameters(cfg: Config, mesh: Mesh) -> int:

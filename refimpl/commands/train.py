@@ -69,6 +69,7 @@ HELP = {
         "block": "positions of a block in which attention and feed-forward are computed, 0: all at once",
         "sequence_parallel": "tp ranks share the positions between the layers' matrices, too",
         "regather": "what they join for the matrices is joined once more in the backward pass, and not kept",
+        "ring": "with attention all_to_all: groups of cp ranks that form a ring",
         "zero": "ZeRO-1: each dp rank keeps its share of the optimizer's state only",
         "validation": "share of the text, from its end, that is not learnt from but judged by (one sample at least)",
         "eval_every": "steps between two evaluations, 0: at the end", "eval_batches": "batches of an evaluation",

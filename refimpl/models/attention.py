@@ -33,7 +33,7 @@ def attention(x: Tensor, p: Params, cfg: Config, ctx: Context, state: Any = None
     q, k, v = (heads(x, of, p, cfg, again) for of in "qkv")
     q, k = placed(q, p / "q_norm", cfg, ctx), placed(k, p / "k_norm", cfg, ctx)     # (B, H/tp, T, K), (B, G/tp, T, K)
     k, v = grouped(k, cfg, ctx), grouped(v, cfg, ctx)
-    y = parallel.attention(q, k, v, ctx.mesh.cp, ctx.sequence, ctx.mask, ctx.plan.attention)
+    y = parallel.attention(q, k, v, ctx.mesh.cp, ctx.sequence, ctx.mask, ctx.plan.attention, ctx.plan.ring)
     return output(y, p, cfg, ctx), state, {}
 
 

@@ -21,15 +21,23 @@ class Plan:
     layout             how a sequence is cut over the cp ranks, of LAYOUTS (parallel/sequence.py)
     sequence_parallel  tp ranks share the positions between the layers' matrices, too: see `enter` and `leave`
     regather           of what they join for the matrices they keep their share, and join it once more in the backward pass
+    ring               with "all_to_all": how many groups of ranks form a ring, each of which exchanges heads for tokens
     block              positions of a block in which attention and feed-forward are computed (blockwise.py); 0: all at once
     """
     attention: str = "naive"
     layout: str = "contiguous"
     sequence_parallel: bool = False
     regather: bool = False
+    ring: int = 1
     block: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("ring", "block"):
+            if not hasattr(getattr(self, name), "__index__"):
+                raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
+        if self.ring < 1 or self.ring > 1 and self.attention != "all_to_all":
+            raise ValueError(f"ring must be at least 1, and needs attention 'all_to_all', got ring {self.ring}, attention "
+                             f"{self.attention!r}")
         if self.block < 0 or self.block and (self.attention != "blockwise" or self.sequence_parallel):
             raise ValueError(f"block must be at least 0, and needs attention 'blockwise' without sequence_parallel, got block "
                              f"{self.block}, attention {self.attention!r}, sequence_parallel {self.sequence_parallel}")

@@ -67,10 +67,11 @@ def check(name, q, k, v, q_documents, k_documents, q_positions, k_positions):
     if (q_documents is None) != (k_documents is None):
         raise ValueError(f"{name}: documents of the queries and of the keys are given together, or not at all")
     for documents, of in ((q_documents, q), (k_documents, k)):
-        if documents is not None and documents.shape != (of.shape[0], of.shape[2]):
-            raise ValueError(f"{name}: documents{list(documents.shape)} must be [{of.shape[0]}, {of.shape[2]}]")
+        if documents is not None and (documents.shape != (of.shape[0], of.shape[2]) or documents.dtype.kind not in "iu"):
+            raise ValueError(f"{name}: documents {documents.dtype}{list(documents.shape)} must be integers "
+                             f"[{of.shape[0]}, {of.shape[2]}]")
     if (q_positions is None) != (k_positions is None):
         raise ValueError(f"{name}: positions of the queries and of the keys are given together, or not at all")
     for positions, of in ((q_positions, q), (k_positions, k)):
-        if positions is not None and positions.shape != of.shape[2:3]:
-            raise ValueError(f"{name}: positions{list(positions.shape)} must be [{of.shape[2]}]")
+        if positions is not None and (positions.shape != of.shape[2:3] or positions.dtype.kind not in "iu"):
+            raise ValueError(f"{name}: positions {positions.dtype}{list(positions.shape)} must be integers [{of.shape[2]}]")

@@ -92,8 +92,8 @@ class Blocks:
         Error: ValueError for a size below 1
         """
         for name, size in (("block_q", block_q), ("block_k", block_k)):
-            if size is not None and size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+            if size is not None and (not hasattr(size, "__index__") or size < 1):
+                raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
         side = min(LARGEST, max(SMALLEST, T // 4))
         return cls(block_q or side, block_k or side, piece)
 

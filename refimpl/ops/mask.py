@@ -29,10 +29,16 @@ class Mask:
     prefix: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.causal, (bool, np.bool_)):
+            raise TypeError(f"causal must be True or False, got {self.causal!r}")
+        object.__setattr__(self, "causal", bool(self.causal))
         for name in ("window", "prefix"):
             value = getattr(self, name)
-            if not hasattr(value, "__index__") and (name, value) != ("window", None):
+            if (name, value) == ("window", None):
+                continue
+            if not hasattr(value, "__index__") or isinstance(value, bool):
                 raise TypeError(f"{name} must be an integer{' or None' if name == 'window' else ''}, got {value!r}")
+            object.__setattr__(self, name, int(value))
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be at least 1 (the own position), got {self.window}")
         if self.prefix < 0 or (self.prefix and not self.causal):

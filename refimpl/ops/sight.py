@@ -60,5 +60,6 @@ def sight(mask: Mask, T: int, S: int, q_documents: Array | None = None, k_docume
     """The same from what an op is given.  Without positions the queries are the last T of S positions: bottom-right aligned."""
     def host(a: Any) -> np.ndarray | None:
         return None if a is None else to_host(a)
-    return Sight(mask, np.arange(S - T, S) if q_positions is None else to_host(q_positions),
-                 np.arange(S) if k_positions is None else to_host(k_positions), host(q_documents), host(k_documents))
+    return Sight(mask, np.arange(S - T, S) if q_positions is None else to_host(q_positions).astype(np.int64),
+                 np.arange(S) if k_positions is None else to_host(k_positions).astype(np.int64), host(q_documents),
+                 host(k_documents))

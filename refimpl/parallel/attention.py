@@ -26,20 +26,22 @@ from refimpl.parallel.ulysses import all_to_all_attention
 ATTENTIONS = ("naive", "blockwise", "ring", "all_to_all")
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, comm: Comm, layout: SequenceLayout, mask: Mask = CAUSAL, how: str = "naive"
-              ) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, comm: Comm, layout: SequenceLayout, mask: Mask = CAUSAL, how: str = "naive",
+              ring: int = 1) -> Tensor:
     """q[B, H, T_r, K], k, v[B, G, T_r, K] of this rank's positions -> y[B, H, T_r, K].
 
     Errors: ValueError for another name, and as in ring_attention
     """
     if how not in ATTENTIONS:
         raise ValueError(f"attention is one of {', '.join(ATTENTIONS)}, got {how!r}")
-    if how in ("ring", "all_to_all"):
-        return (ring_attention if how == "ring" else all_to_all_attention)(q, k, v, comm=comm, layout=layout, mask=mask)
+    if how == "ring":
+        return ring_attention(q, k, v, comm=comm, layout=layout, mask=mask)
+    if how == "all_to_all":
+        return all_to_all_attention(q, k, v, comm=comm, layout=layout, mask=mask, ring=ring)
     op: Any = ops.attention if how == "naive" else ops.blockwise_attention
+    with refused_by_all(comm, how):
+        check_part(q.array, k.array, v.array, None, comm, layout, mask)
     if comm.size > 1:
-        with refused_by_all(comm, how):
-            check_part(q.array, k.array, v.array, None, comm, layout)
         require_alike(how, q.array, k.array, None, comm, layout, mask)
     k, v, of_keys = whole_keys(k, v, comm, layout)
     if comm.size == 1:

@@ -13,7 +13,8 @@ each adds what its queries give, and the last sends them home; dq stays.  So of 
     forward  2(p - 1)·B·(S/p)·G·K elements         backward  4(p - 1)·B·(S/p)·G·K         and none where it is alone
 
 Softmaxes are merged as in ops/blockwise.py, so a rank holds two blocks of keys and values however long the sequence is (and
-of all ranks the positions, 8 bytes each).  Where they are large, heads take turns: then it is two blocks of some heads.
+of all ranks the positions, 8 bytes each).  Where they are large, heads take turns: then it is two blocks of some heads (and
+ids of documents go round with each).
 """
 from dataclasses import dataclass
 from typing import Any, Iterator, Sequence
@@ -55,7 +56,8 @@ def ring_attention(q, k, v, documents=None, comm=None, layout=None, mask=CAUSAL,
 
     Equation:   s = scale·q·kᵀ, -inf where masked;  p = softmax(s) over the keys of all ranks;  y = p·v
     Shapes:     q[B, H, T_r, K], k[B, G, T_r, K], v[B, G, T_r, K] -> y[B, H, T_r, K], all Shard(2), G divides H; T_r are this
-                rank's positions;  documents int[B, T_r];  block_q, block_k: queries and keys of a block
+                rank's positions;  documents int[B, T_r];  block_q, block_k: queries and keys of a block.  Keys of all ranks
+                come by, so a window may be of any size
     VJP:        p = e^(s - lse);  D = Σ y·dy;  ds = p·(dy·vᵀ - D);  dq = scale·ds·k;  dk = scale·dsᵀ·q and dv = pᵀ·dy, summed
                 over the queries of all ranks
     Residuals:  q, k, v, y, lse
@@ -64,7 +66,7 @@ def ring_attention(q, k, v, documents=None, comm=None, layout=None, mask=CAUSAL,
     Reference:  Liu et al. 2023 (Ring Attention), algorithm 1.  Megatron's context parallelism
     """
     with refused_by_all(comm, "ring_attention"):
-        check_part(q, k, v, documents, comm, layout)
+        check_part(q, k, v, documents, comm, layout, mask, scale)
         blocks = Blocks.of(q.shape[2], block_q, block_k, layout.piece(comm.size))
     require_alike("ring_attention", q, k, documents, comm, layout, mask, scale)
     positions = [layout.positions(r, comm.size) for r in range(comm.size)]
@@ -76,11 +78,17 @@ def ring_attention(q, k, v, documents=None, comm=None, layout=None, mask=CAUSAL,
     return y, vjp
 
 
-def check_part(q: Array, k: Array, v: Array, documents: Array | None, comm: Comm, layout: Any) -> None:
-    """Error: ValueError unless these are this rank's part of a sequence that is cut by the layout."""
+def check_part(q: Array, k: Array, v: Array, documents: Array | None, comm: Comm, layout: Any, mask: Any, scale: Any = None
+               ) -> None:
+    """Error: ValueError or TypeError unless these are this rank's part of a sequence that is cut by the layout."""
     if type(layout) is not SequenceLayout:
         raise ValueError(f"layout must be a SequenceLayout, got {layout!r}")
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask must be a Mask, got {mask!r}")
     check("attention", q, k, v, documents, documents, None, None)
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in ("float32", "float64"):
+        raise TypeError(f"q, k and v must be float32 or float64, all the same, got {q.dtype}, {k.dtype}, {v.dtype}")
+    scale_of(q, scale)
     n = layout.sizes(comm.size)[comm.rank]
     if (q.shape[2], k.shape[2]) != (n, n):
         raise ValueError(f"{layout.length} positions cut {layout.kind} over {comm.size} ranks are {n} on rank {comm.rank}, got "
@@ -91,7 +99,8 @@ def require_alike(name: str, q: Array, k: Array, documents: Array | None, comm: 
                   ) -> None:
     """Error: CommError on every rank where they differ in what the messages alone would not tell, such as the mask."""
     ids = None if documents is None else form(documents, 1)
-    comm.agree(f"{name} over {comm.name}: q {form(q, 2)}, k {form(k, 2)}, documents {ids}, {layout}, {mask}, scale {scale}")
+    comm.agree(f"{name} over {comm.name}: q {form(q, 2)}, k {form(k, 2)}, documents {ids}, {layout}, {mask}, scale "
+               f"{scale_of(q, scale)}")
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def all_to_all_attention(q, k, v, documents=None, comm=None, layout=None, ring=1
     Reference:  Jacobs et al. 2023 (DeepSpeed Ulysses), section 3; with a ring: Fang and Zhao 2024 (USP)
     """
     with refused_by_all(comm, "all_to_all_attention"):
-        check_part(q, k, v, documents, comm, layout)
+        check_part(q, k, v, documents, comm, layout, mask, scale)
         blocks = Blocks.of(q.shape[2], block_q, block_k, layout.piece(comm.size))
         if integers("ring", [ring])[0] < 1 or comm.size % ring:
             raise ValueError(f"ring must be a divisor of the {comm.size} ranks, got {ring}")

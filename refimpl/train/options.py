@@ -30,7 +30,7 @@ class Options:
     merged          rank 0 writes the whole checkpoint, instead of each rank its part
     seed            of the initial weights, the samples and dropout
     device          numpy, or cupy: one GPU per local rank
-    attention, layout, sequence_parallel, regather, block   how long sequences are treated: see Plan in models/context.py
+    attention, layout, sequence_parallel, regather, ring, block     see Plan in models/context.py
     check_replicas  steps between two checks that ranks hold the same copies of parameters; 0: never
     """
     steps: int = 60
@@ -53,6 +53,7 @@ class Options:
     layout: str = "contiguous"
     sequence_parallel: bool = False
     regather: bool = False
+    ring: int = 1
     block: int = 0
     zero: bool = False
     validation: float = 0.05
@@ -92,7 +93,7 @@ class Options:
 
     @property
     def plan(self) -> Plan:
-        return Plan(self.attention, self.layout, self.sequence_parallel, self.regather, self.block)
+        return Plan(self.attention, self.layout, self.sequence_parallel, self.regather, self.ring, self.block)
 
     @property
     def array_dtype(self) -> str:

@@ -240,7 +240,7 @@ def test_a_mistake_is_one_sentence_on_every_rank_and_on_any_number_of_ranks(rank
     ranks.run(check)
 
 
-ATTEND = "parallel.attention(q, k, v, ctx.mesh.cp, ctx.sequence, ctx.mask, ctx.plan.attention)"
+ATTEND = "parallel.attention(q, k, v, ctx.mesh.cp, ctx.sequence, ctx.mask, ctx.plan.attention, ctx.plan.ring)"
 OWN_KEYS = {                                            # with the positions cut over cp
     "naive": (ATTEND, "ops.attention(q, k, v, mask=ctx.mask)", "attention works along axis 2"),
     "blockwise": (ATTEND, "ops.blockwise_attention(q, k, v, mask=ctx.mask)", "blockwise_attention works along axis 2"),

@@ -84,7 +84,7 @@ def test_documents_do_not_see_each_other():
                                    rtol=1e-14)
     with pytest.raises(ValueError, match="given together, or not at all"):
         attention.array(q, k, v, documents)
-    with pytest.raises(ValueError, match=r"documents\[1, 3\] must be \[1, 4\]"):
+    with pytest.raises(ValueError, match=r"documents int64\[1, 3\] must be integers \[1, 4\]"):
         attention.array(q, k, v, documents, documents[:, :3])
 
 

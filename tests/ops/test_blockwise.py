@@ -168,13 +168,26 @@ def test_heads_are_taken_so_many_at_once_that_their_scores_fit(shape, dtype, mon
         assert (met == 1).all()
 
 
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("dtype", ("int8", "uint8", "uint64"))
+def test_positions_of_any_integer_type_are_the_same(mask, dtype):
+    """i - window is below 0 at the beginning, which unsigned numbers are not."""
+    q, at = ALL[0], np.arange(T).astype(dtype)
+    for op in (attention, blockwise_attention):
+        want = both(op, q, *(a[:, :, :T] for a in ALL[1:3]), ALL[3], mask=mask)
+        assert_same(both(op, q, *(a[:, :, :T] for a in ALL[1:3]), ALL[3], None, None, at, at, mask=mask), want)
+
+
 def test_bad_blocks_and_positions_are_refused():
     q, k, v, _ = ALL
     for name in ("block_q", "block_k"):
-        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-            blockwise_attention.array(q, k, v, **{name: 0})
+        for size in (0, 2.5):
+            with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got {size}"):
+                blockwise_attention.array(q, k, v, **{name: size})
     for op in (attention, blockwise_attention):
         with pytest.raises(ValueError, match="positions of the queries and of the keys are given together"):
             op.array(q, k, v, None, None, np.arange(T))
-        with pytest.raises(ValueError, match=r"positions\[3\] must be \[11\]"):
+        with pytest.raises(ValueError, match=r"positions int64\[3\] must be integers \[11\]"):
             op.array(q, k, v, None, None, np.arange(T), np.arange(3))
+        with pytest.raises(ValueError, match=r"positions float64\[7\] must be integers \[7\]"):
+            op.array(q, k, v, None, None, np.arange(T) * 1.0, np.arange(S))

@@ -543,7 +543,7 @@ def test_mpi_may_move_what_is_under_way_after_every_block(ranks):
 def require_refusal(comm, words, act, *errors):
     """`act` is the same sentence on every rank, and nothing has travelled."""
     comm.ledger.clear()
-    with pytest.raises(errors or (ValueError, CommError), match=words) as error:
+    with pytest.raises(errors or (TypeError, ValueError, CommError), match=words) as error:
         act()
     assert not comm.ledger.total().calls
     assert len(set(comm.gather_texts(str(error.value)))) == 1
@@ -562,8 +562,17 @@ def wrong_on_one(layout):
         "positions cut zigzag over . ranks are": lambda comm: (part(comm, longer), {}),
         "with G dividing H": lambda comm: (part(comm, layout, H=5), {}),
         "layout must be a SequenceLayout, got 'zigzag'": lambda comm: (part(comm, layout), {"layout": "zigzag"}),
-        "block_k must be at least 1, got 0": lambda comm: (part(comm, layout), {"block_k": 0}),
-        r"documents\[9\] must be": lambda comm: ([*part(comm, layout), np.zeros(9, int)], {})}
+        "block_k must be an integer of at least 1, got 0": lambda comm: (part(comm, layout), {"block_k": 0}),
+        "block_q must be an integer of at least 1, got 2.5": lambda comm: (part(comm, layout), {"block_q": 2.5}),
+        "mask must be a Mask, got 'causal'": lambda comm: (part(comm, layout), {"mask": "causal"}),
+        "could not convert string to float": lambda comm: (part(comm, layout), {"scale": "x"}),
+        "must be float32 or float64, all the same, got float64, float64, float32": lambda comm: (
+            [*part(comm, layout)[:2], part(comm, layout)[2].astype("float32")], {}),
+        "must be float32 or float64, all the same, got float16": lambda comm: (
+            [a.astype("float16") for a in part(comm, layout)], {}),
+        r"documents int64\[9\] must be integers": lambda comm: ([*part(comm, layout), np.zeros(9, int)], {}),
+        r"documents <U1\[.*\] must be integers": lambda comm: (
+            [*part(comm, layout), np.full((2, part(comm, layout)[0].shape[2]), "a")], {})}
 
 
 # What each rank could do by itself, but not all together: what the last rank is given, by a sentence of the refusal.
@@ -592,6 +601,8 @@ def refusals(op, comm, **others):
         for make in UNLIKE.values():
             unlike = make(comm, layout) if comm.rank == comm.size - 1 else (part(comm, layout), {})
             require_refusal(comm, f"the ranks do not agree .*: {op.name}.* over {comm.name}: ", given(*unlike), CommError)
+    same = {"mask": Mask(True, np.int64(3)), "scale": 2} if comm.rank else {"mask": Mask(np.bool_(True), 3), "scale": 2.0}
+    op.array(*part(comm, layout), comm=comm, layout=layout, **others | same)            # the same, but for its types
     y, _ = op.array(*part(comm, layout), comm=comm, layout=layout, **others)            # and then they go on
     assert np.abs(y - 1).max(initial=0) <= 1e-15
 

@@ -51,11 +51,11 @@ def test_the_payload_of_a_step_equals_the_formula(ranks):
 GROUPED = {"two query heads share one": {"n_kv_heads": 2}, "all share one": {"n_kv_heads": 1}, "each has one": {}}
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("attention, block", [*((name, 0) for name in ATTENTIONS), ("blockwise", 2)])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_payload_of_cut_sequences_equals_the_formula(ranks, attention, layout):
+def test_the_payload_of_cut_sequences_equals_the_formula(ranks, attention, block, layout):
     """Uneven pieces: 6 positions on up to 8 ranks."""
-    options = replace(OPTIONS, attention=attention, layout=layout)
+    options = replace(OPTIONS, attention=attention, layout=layout, block=block)
     cfg = replace(CFG, **list(GROUPED.values())[(ATTENTIONS.index(attention) + LAYOUTS.index(layout)) % 3])
 
     def check(mesh):
