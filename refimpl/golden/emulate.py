@@ -20,9 +20,11 @@ from typing import Any, Callable
 
 import numpy as np
 
-from refimpl.autograd import Frame
+from refimpl.autograd import Frame, residuals
 from refimpl.autograd.op import Seam, stack
 from refimpl.ops.blockwise import by_group, scale_of, shared
+from refimpl.ops.mask import Mask
+from refimpl.ops.sight import sight
 from refimpl.rng import draw24, stream
 
 NEAREST = math.sqrt(0.5)
@@ -93,11 +95,12 @@ class Rounding(Frame):
             self.inside = self.fmt if attends else self.wide
             dy = tuple(self.moved(d) for d in dy) if staged else dy
             if attends:
-                return self.attention_vjp(op, vjp, y, dy[0], arrays[0], arrays[1], static.get("scale"))
+                return self.attention_vjp(op, vjp, kept, dy[0], lse_of(op, vjp, arrays, static))
             return self.round(vjp(*dy))
         if loss:
             return (np.array(self.total(float(y[0]), arrays[1].size)), *y[1:]), rounded_vjp
-        return self.round(y), rounded_vjp
+        kept = self.round(y)
+        return kept, rounded_vjp
 
     def moved(self, x: Any, fmt: Format | None = None) -> Any:
         """x up to a unit roundoff larger or smaller, by chance: so an op errs that rounds what it computes inside (Higham 2002,
@@ -106,30 +109,22 @@ class Rounding(Frame):
             return x
         return x * (1 + (fmt or self.inside).u / NEAREST * (2 * self.dither(x.shape) - 1))
 
-    def attention_vjp(self, op: Any, vjp: Callable, y: np.ndarray, dy: np.ndarray, q: np.ndarray, k: np.ndarray,
-                      scale: float | None) -> Any:
-        """The gradients by q, k, v with FlashAttention's errors: of its probabilities, and of its Σ y·dy."""
-        dy = self.remade(dy, q, k, scale)
+    def attention_vjp(self, op: Any, vjp: Callable, y: np.ndarray, dy: np.ndarray, lse: np.ndarray) -> Any:
+        """The gradients by q, k, v with FlashAttention's errors.
+
+        Probabilities are made again as p = e^(s - lse), and float32 has lse with an error of a unit: all gradients that come of
+        a query err by one factor, as if its dy[B, H, T, K] did.  And Σ y·dy is that of y as it was kept, rounded.
+        """
+        if self.seed is not None:
+            dy = dy * (1 + lse * (self.wide.u / NEAREST) * (2 * self.dither(lse.shape) - 1))
 
         def inner(a: np.ndarray, b: np.ndarray) -> np.ndarray:
             if op.name == "attention":                  # it asks for Σ p·dp of the same rows
-                return self.dot(self.round(y), dy).reshape(*a.shape[:-1], 1)
+                return self.dot(y, dy).reshape(*a.shape[:-1], 1)
             return self.dot(self.round(a), b)
         self.inner = inner
         dx, self.inner = self.round(vjp(dy)), None
         return dx
-
-    def remade(self, dy: np.ndarray, q: np.ndarray, k: np.ndarray, scale: float | None) -> np.ndarray:
-        """dy[B, H, T, K] with the error of probabilities that the backward pass makes again, p = e^(s - lse).
-
-        lse is about as large as the query's largest score, and float32 has it with an error of a unit of that: all gradients
-        that come of this query err by one factor, as if its dy did.
-        """
-        if self.seed is None:
-            return dy
-        s = by_group(q, k) @ shared(k).swapaxes(-1, -2)
-        size = abs(scale_of(q, scale)) * np.abs(s).max(axis=-1, initial=0.0).reshape(*q.shape[:3], 1)
-        return dy * (1 + size * (self.wide.u / NEAREST) * (2 * self.dither(size.shape) - 1))
 
     def dot(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Σ a·b over the last axis, kept as size 1, added up in float32."""
@@ -162,6 +157,20 @@ class Rounding(Frame):
         """Uniform in [0, 1)."""
         self.drawn += 1
         return draw24(stream(self.seed or 0, f"rounding {self.drawn}"), np.arange(math.prod(shape))).reshape(shape) * 2.0 ** -24
+
+
+def lse_of(op: Any, vjp: Callable, arrays: Any, static: dict[str, Any]) -> np.ndarray:
+    """|lse|[B, H, T, 1] of a call of attention, 0 where a query sees no key; of all_to_all, which has it of other heads, the
+    largest, [1, 1, 1, 1]."""
+    q, k = arrays[:2]
+    if op.name == "attention":
+        seen = sight(static.get("mask", Mask()), q.shape[2], k.shape[2], *arrays[3:]).whole()
+        s = scale_of(q, static.get("scale")) * by_group(q, k) @ shared(k).swapaxes(-1, -2)
+        lse = np.logaddexp.reduce(s if seen is None else np.where(seen[:, None, None], s, -np.inf), axis=-1)
+    else:
+        lse = residuals(vjp)["lse"]
+    size = np.where(np.isfinite(lse), np.abs(lse), 0.0)
+    return size.reshape(*q.shape[:3], 1) if op.name != "all_to_all_attention" else np.full((1, 1, 1, 1), size.max(initial=0.0))
 
 
 class Reordered(Frame):

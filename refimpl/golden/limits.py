@@ -26,7 +26,7 @@ class Limits:
     factor: float
 
 
-LIMITS = Limits(norm=7.5, element=11.5, local_norm=8.5, local_element=37.5, along=4.0, factor=8.5)
+LIMITS = Limits(norm=6.5, element=11.5, local_norm=8.5, local_element=38.5, along=4.0, factor=8.5)
 
 
 def exceeded(mean: float, deviation: float, rate: float = RATE) -> float:

@@ -47,7 +47,7 @@ def blockwise_attention(q, k, v, q_documents=None, k_documents=None, q_positions
     check("blockwise_attention", q, k, v, q_documents, k_documents, q_positions, k_positions)
     factor = scale_of(q, scale)
     seen = sight(mask, q.shape[2], k.shape[2], q_documents, k_documents, q_positions, k_positions)
-    blocks = Blocks.of(q.shape[2], block_q, block_k)
+    blocks = Blocks.of(max(q.shape[2], k.shape[2]), block_q, block_k)
     part = Partial.nothing(q, k)
     attend(part, by_group(q, k), shared(k), shared(v), seen, blocks, factor)
     y, lse = part.finished()
@@ -86,15 +86,15 @@ class Blocks:
     piece: int | None = None
 
     @classmethod
-    def of(cls, T: int, block_q: int | None, block_k: int | None, piece: int | None = None) -> "Blocks":
-        """The given sizes, or a quarter of T: larger products are faster, but of a block on the diagonal half is masked.
+    def of(cls, S: int, block_q: int | None, block_k: int | None, piece: int | None = None) -> "Blocks":
+        """The given sizes, or a quarter of S positions: larger products are faster, but of a diagonal block half is masked.
 
         Error: ValueError for a size below 1
         """
         for name, size in (("block_q", block_q), ("block_k", block_k)):
             if size is not None and (not hasattr(size, "__index__") or size < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
-        side = min(LARGEST, max(SMALLEST, T // 4))
+        side = min(LARGEST, max(SMALLEST, S // 4))
         return cls(block_q or side, block_k or side, piece)
 
     def heads(self, q: Array, k: Array) -> Iterator[tuple[slice, slice, slice]]:

@@ -9,6 +9,7 @@
 
 On one rank nothing travels, and ring and all_to_all are blockwise.
 """
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, comm: Comm, layout: SequenceLayou
 def whole_keys(k: Tensor, v: Tensor, comm: Comm, layout: SequenceLayout) -> tuple[Tensor, Tensor, np.ndarray]:
     """Keys and values of all ranks, and the positions int[S] in whose order they lie."""
     def whole(a: Tensor) -> Tensor:
-        if comm.size == 1 and not set(a.cut) & set(comm.axes):
-            return a
-        return all_gather(a, comm=comm, axis=2, sizes=layout.sizes(comm.size))      # which on one rank takes the cut's tag off
+        if comm.size > 1:
+            return all_gather(a, comm=comm, axis=2, sizes=layout.sizes(comm.size))
+        same = copy(a)                                  # all there is lies on one rank: the cut's tag goes, and nothing else
+        same.cut = {axis: k for axis, k in a.cut.items() if axis not in comm.axes}
+        return same
     return whole(k), whole(v), layout.order(comm.size)

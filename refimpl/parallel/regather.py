@@ -17,13 +17,15 @@ from refimpl.comm import Comm
 class Regathered:
     """The array that all_gather of `share` along `axis` makes, once more for each product whose backward pass wants it.
 
-    Every product that it is an input of says so by `keep`, and calls it once: the first call gathers, the last one lets go.
+    Every product that it is an input of says so by `keep`, and calls it once in a backward pass: the first call gathers, the
+    last one lets go.
     """
     share: Array
     comm: Comm
     axis: int
     sizes: Sequence[int]
     wanted: int = 0
+    asked: int = 0
     whole: Array | None = field(default=None, repr=False)
 
     def keep(self) -> Array:
@@ -33,6 +35,6 @@ class Regathered:
 
     def __call__(self) -> Array:
         x = self.comm.all_gather(self.share, axis=self.axis, sizes=self.sizes) if self.whole is None else self.whole
-        self.wanted -= 1
-        self.whole = x if self.wanted > 0 else None
+        self.asked += 1
+        self.whole = x if self.asked % self.wanted else None
         return x

@@ -122,6 +122,7 @@ class Ring:
             for _, keys, values, seen in self.blocks_of_all(k[:, heads], v[:, heads]):
                 attend(some, queries[:, heads], shared(keys), shared(values), seen, self.blocks, self.factor,
                        self.comm.progress)
+                del keys, values
         y, lse = part.finished()
         return y.reshape(q.shape), lse
 
@@ -142,6 +143,7 @@ class Ring:
                     continue
                 if moving:
                     here += moving.wait().reshape(here.shape)       # what the ranks before have added
+                    moving = None
                 moving = self.send_on(here, step, values_of(k[:, heads]))
             if moving:
                 coming_home.append((own, moving))
@@ -169,12 +171,14 @@ class Ring:
             if coming and ids is not None:
                 coming.append(self.send_on(ids, step, B))
             ids = None if ids is None else ids.reshape(B, len(at))
-            both = list(held.reshape(2, B, G, len(at), K))
-            del held
-            yield step, both.pop(0), both.pop(), Sight(self.mask, self.positions[self.comm.rank], at, self.documents, ids)
+            of_keys = held.reshape(2, B, G, len(at), K)
+            parts = [of_keys[1], of_keys[0]]
+            del held, of_keys
+            yield step, parts.pop(), parts.pop(), Sight(self.mask, self.positions[self.comm.rank], at, self.documents, ids)
             if coming:
                 held, *others = [transfer.wait() for transfer in coming]
                 ids = others[0] if others else None
+                del coming, others
 
     def send_on(self, a: Array, step: int, each: int) -> Transfer:
         """Send what belongs to the block of `step`, `each` elements a position, to the next rank."""

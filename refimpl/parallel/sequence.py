@@ -51,7 +51,10 @@ class SequenceLayout:
         return shares(self.length, size) if self.kind != "zigzag" else tuple(pieces[r] + pieces[-1 - r] for r in range(size))
 
     def piece(self, size: int) -> int:
-        """How many of a rank's positions lie together, at most: no block should have some of two such pieces."""
+        """How many of a rank's positions lie together, at most: no block should have some of two such pieces.
+
+        Where the length does not divide, a piece may have one less, and a block one of the other piece.
+        """
         return -(-self.length // (2 * size if self.kind == "zigzag" else size))
 
     def order(self, size: int) -> np.ndarray:

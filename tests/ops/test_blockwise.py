@@ -178,6 +178,21 @@ def test_positions_of_any_integer_type_are_the_same(mask, dtype):
         assert_same(both(op, q, *(a[:, :, :T] for a in ALL[1:3]), ALL[3], None, None, at, at, mask=mask), want)
 
 
+@pytest.mark.parametrize("heads", (1, 2, 3, 5, 8))
+@pytest.mark.parametrize("documents", (False, True))
+def test_heads_a_few_at_once_are_the_same(heads, documents, monkeypatch):
+    """Some of a group, some groups, some samples: y and gradients, where each sample has documents of its own."""
+    q, k, v, dy = (draw(f"few {n}", (3, 4 if n in ("q", "dy") else 2, 9, 2)) for n in ("q", "k", "v", "dy"))
+    ids = np.array([[0] * 4 + [1] * 5, [0] * 9, [0, 1, 2] * 3])
+    given = (ids, ids) if documents else ()
+    monkeypatch.setattr(blockwise, "BYTES", heads * 8 * 3 * 2)
+    assert_same(both(blockwise_attention, q, k, v, dy, *given, mask=CAUSAL, block_q=3, block_k=2),
+                both(attention, q, k, v, dy, *given, mask=CAUSAL))
+    monkeypatch.setattr(blockwise, "BYTES", heads * 8 * 9 * 9)              # blocks are no larger than T and S
+    large, all_of = ([*Blocks(side, side).heads(q[:, :, None], k[:, :, None])] for side in (320, 9))
+    assert large == all_of
+
+
 def test_bad_blocks_and_positions_are_refused():
     q, k, v, _ = ALL
     for name in ("block_q", "block_k"):

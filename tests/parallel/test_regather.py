@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from refimpl.autograd import Params, Tensor, recompute, value_and_grad
+from refimpl.autograd import Frame, Params, Tensor, recompute, residuals, stack, value_and_grad
 from refimpl.comm import Mesh
 from refimpl.models import Config, Context, Plan, decoder, init
 from refimpl.parallel import Regathered
@@ -25,7 +25,35 @@ def test_the_first_use_gathers_the_others_share_it_and_the_last_lets_go(ranks, u
             given = [again() for _ in range(uses)]
             assert all(a is given[0] for a in given) and np.array_equal(given[0], np.concatenate(parts, axis=1))
             assert again.whole is None and mesh.ledger.total("tp", "all_gather").calls == (comm.size > 1)
-            again.wanted = uses
+    ranks.run(check)
+
+
+class Shares(Frame):
+    """How many positions there are of what products with cut columns keep."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def call(self, op, run, *arrays, **static):
+        y, vjp = run(*arrays, **static)
+        if op.name == "column_parallel_linear":
+            self.kept[stack.name] = residuals(vjp)["x"].shape[1]
+        return y, vjp
+
+
+@pytest.mark.parametrize("form", MODELS)
+def test_no_product_keeps_more_than_the_share(ranks, form):
+    cfg = Config(vocab_size=11, n_layers=1, n_heads=8, d_model=16, max_seq_len=9, **MODELS[form])
+    products = {f"layers.0.attn.{of}" for of in "qkv"} | {f"layers.0.mlp.{of}" for of in ("up", "gate")[:1 + cfg.gated]}
+
+    def check(comm):
+        mesh, tokens = Mesh(tp=comm.size, comm=comm), np.arange(2 * 9).reshape(2, 9) % 11
+        for again in (False, True):
+            ctx = Context.over(mesh, np.arange(2), 9, Plan(sequence_parallel=True, regather=again))
+            with Shares() as shares:
+                decoder.loss(Tensor(tokens), tokens, Params(init(cfg, mesh, 0)), cfg, ctx)
+            assert products < set(shares.kept) and len(shares.kept) == len(products) + 1            # and the head
+            assert set(shares.kept.values()) == {len(ctx.between) if again else 9}
     ranks.run(check)
 
 

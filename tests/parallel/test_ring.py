@@ -16,13 +16,14 @@ from refimpl.autograd import Count, Frame, Layout, LayoutError, Tensor, value_an
 from refimpl.cases.sequences import Cut
 from refimpl.comm import Comm, CommError, Mesh
 from refimpl.comm.transfer import Arrived
-from refimpl.ops import CAUSAL, Mask, attention, blockwise_attention, mul
+from refimpl.ops import CAUSAL, Mask, attention, blockwise, blockwise_attention, mul
 from refimpl.ops import sum as total
 from refimpl.parallel import ATTENTIONS, LAYOUTS, SequenceLayout, all_to_all_attention
 from refimpl.parallel import attention as attention_by_name
 from refimpl.parallel import divide_by_count, reduce_gradients, ring_attention
 from refimpl.rng import draw
 
+RING = importlib.import_module("refimpl.parallel.ring")
 CP, NAMES = frozenset({"cp"}), ("y", "dq", "dk", "dv")
 MASKS = [Mask(), CAUSAL, Mask(causal=True, window=3), Mask(window=2), Mask(causal=True, prefix=4),
          Mask(causal=True, window=2, prefix=2)]
@@ -161,12 +162,12 @@ def test_heads_that_take_turns_get_the_same_bits_from_as_many_elements(ranks, ki
     """One head a turn, two, or all; on the way home the gradients of one turn meet the next one's keys."""
     row = Cut("turns", (2, 10, 5, 13, 3), kind, DOCUMENTS, {"mask": CAUSAL})
     each = 2 * 2 * 3 * 8 * max(SequenceLayout(kind, 13).sizes(ranks.size))  # bytes of a head's keys and values
-    truth, turn = serially(row), importlib.import_module("refimpl.parallel.ring")
+    truth = serially(row)
 
     def check(comm: Comm):
         found = []
         for size in (1, 2 * each, 5 * each):
-            monkeypatch.setattr(turn, "TURN", size)
+            monkeypatch.setattr(RING, "TURN", size)
             arrays, static = row.arguments(comm, "float64")
             comm.ledger.clear()
             y, vjp = ring_attention.array(*arrays, comm=comm, **static)
@@ -471,6 +472,32 @@ def test_what_a_rank_holds_does_not_grow_with_the_number_of_ranks(backward):
         assert abs(peak(size) - few) < (k.nbytes + v.nbytes) / 10
 
 
+@pytest.mark.parametrize("turns", (1, 4))
+@pytest.mark.parametrize("size", (2, 3, 8))
+def test_a_rank_holds_no_more_blocks_than_it_must(size, turns, monkeypatch):
+    """In units of a block of keys and values, of which heads in turn take a part.  Forward: y, a half; the one that is here and
+    the one that comes.  Backward: y, dq, dk, dv; these two, dk and dv made here, those that come, those that are sent;
+    or, where a turn ends with the second rank, its own on their way home beside two of the next.  0.2 are left for scores."""
+    T, G, K = 512, 4, 64
+    monkeypatch.setattr(RING, "TURN", 1 if turns > 1 else 1 << 30)
+    monkeypatch.setattr(blockwise, "BYTES", 1)          # scores of one head
+    q, k, v = (draw(n, (1, G, T, K)) for n in "qkv")
+    layout, comm, unit = SequenceLayout("contiguous", size * T), Alone(size - 1, size), k.nbytes + v.nbytes
+    layout.positions(0, size)                           # kept for all layers
+
+    def peak(act):
+        tracemalloc.reset_peak()
+        done = act()
+        return done, tracemalloc.get_traced_memory()[1] / unit
+    ring_attention.array(q, k, v, comm=comm, layout=layout, block_q=64, block_k=64)     # what is made once
+    tracemalloc.start()
+    (y, vjp), forward = peak(lambda: ring_attention.array(q, k, v, comm=comm, layout=layout, block_q=64, block_k=64))
+    _, backward = peak(lambda: vjp(y))
+    tracemalloc.stop()
+    assert forward < 0.5 + 2 / turns + 0.2
+    assert backward < 2 + {2: 2 if turns == 1 else 4, 3: 4, 8: 5}[size] / turns + 0.2
+
+
 def test_a_rank_keeps_its_output_and_a_number_for_each_query(ranks):
     """q, k and v are its arguments; y is as large as q, and lse has one number a query and head."""
     def check(comm: Comm):
@@ -495,10 +522,10 @@ class Events(Frame):
         return run(*arrays, **static)
 
 
-def events_of(comm, T, block, documents=None):
+def events_of(comm, T, block, documents=None, heads=1):
     """What happens forward and backward on this rank, without mask."""
     layout = SequenceLayout("striped", T * comm.size)
-    q = layout.own(draw("q", (1, 1, T * comm.size, 2)), comm, 2)
+    q = layout.own(draw("q", (1, heads, T * comm.size, 2)), comm, 2)
     ids = None if documents is None else layout.own(documents, comm)
     events = Events()
     comm.progress = lambda: (events.names.append("progress"), type(comm).progress(comm))
@@ -526,6 +553,21 @@ def test_keys_are_sent_before_a_block_is_worked_on_and_waited_for_after(ranks):
         with_ids = events_of(comm, 2, 2, np.zeros((1, 2 * comm.size), int))[0]
         twice = {"send": 2, "wait": 2}
         assert with_ids == [name for name in forward for _ in range(twice.get(name, 1))]
+    ranks.run(check)
+
+
+def test_gradients_of_one_turn_come_home_while_the_next_one_begins(ranks, monkeypatch):
+    monkeypatch.setattr(RING, "TURN", 1)
+
+    def check(comm: Comm):
+        last, backward = comm.size - 1, []
+        for turn in range(3):
+            for step in range(comm.size):
+                keys = step < last
+                backward += ["send"] * keys + ["product"] * 5 + ["progress"]
+                backward += ["wait"] * (turn > 0 and step == 0 and last > 0)            # what comes home
+                backward += ["wait"] * (step > 1) + ["send"] * (step > 0) + ["wait"] * keys
+        assert events_of(comm, 2, 2, heads=3)[1] == backward + ["wait"] * (last > 0)
     ranks.run(check)
 
 
