@@ -149,8 +149,8 @@ def main(comm: Comm) -> None:
             print(f"    {name:50s}" + "".join(f"{sizes[name]:12,}" for sizes in bytes_kept.values()))
         print(f"    {'together':50s}" + "".join(f"{sum(sizes.values()):12,}" for sizes in bytes_kept.values()))
         print(f"\nloss and gradients, {T} and {UNEVEN} positions: off from one rank's by {largest:.0e} at most")
-        print(f"\nOK: equal gradients; sequence parallelism: as much travels, 1/{p} of what lies between matrices is kept;\n"
-              f"    with regather 1/{p} of all that a layer keeps, and an all_gather more for each f")
+        print(f"\nwith regather 1/{p} of all that a layer keeps, and an all_gather more for each f")
+        print(f"\nOK: equal gradients; sequence parallelism: as much travels, 1/{p} of what lies between matrices is kept")
 
 
 if __name__ == "__main__":
