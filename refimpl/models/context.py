@@ -82,7 +82,7 @@ class Context:
 
     @property
     def cut(self) -> dict[str, int]:
-        """How this rank's tokens[B, T] are cut, as a Tensor says it.  (What blocks of them are a cut of has no name.)"""
+        """How this rank's tokens[B, T] are cut, as a Tensor says it; nothing where blocks are taken of them."""
         return {} if self.plan.block else {"cp": 1}
 
     def own(self, a: np.ndarray) -> np.ndarray:

@@ -55,8 +55,8 @@ def blockwise_attention(q, k, v, q_documents=None, k_documents=None, q_positions
 
     def vjp(dy):
         dq, dk, dv = (xp_of(a).zeros_like(a) for a in (q, k, v))
-        attend_vjp(by_group(dq, k), shared(dk), shared(dv), by_group(q, k), shared(k), shared(v), Upstream.to(dy, y, lse, k),
-                   seen, blocks, factor)
+        attend_vjp(by_group(dq, k), shared(dk), shared(dv), by_group(q, k), shared(k), shared(v),
+                   Upstream.by_group(dy, y, lse, k), seen, blocks, factor)
         dq *= factor
         return dq, dk, dv, None, None, None, None
     return y, vjp
@@ -203,7 +203,8 @@ class Upstream:
         return Upstream(self.dy[heads], self.lse[heads], self.inner[heads])
 
     @classmethod
-    def to(cls, dy: Array, y: Array, lse: Array, k: Array) -> "Upstream":
+    def by_group(cls, dy: Array, y: Array, lse: Array, k: Array) -> "Upstream":
+        """Of dy[B, H, T, K], y[B, H, T, K] and lse[B, G, n, 1, T]."""
         xp = xp_of(dy)
         inner = by_group(row_dot(y, dy), k).swapaxes(-1, -2)
         return cls(by_group(dy, k), xp.where(lse == -xp.inf, xp.zeros_like(lse), lse), inner)

@@ -4,7 +4,7 @@
                of x this rank keeps its share                x is let go of again
 
 Backward has one all_gather more, and a rank keeps x/tp in place of x.
-Reference: Korthikanti et al. 2022, section 4.2.2 ("we store only the Y_i^s part on the i-th tensor parallel rank")
+Reference: Korthikanti et al. 2022, section 4.2.2
 """
 from dataclasses import dataclass, field
 from typing import Sequence

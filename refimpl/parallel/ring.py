@@ -122,13 +122,13 @@ class Ring:
             for _, keys, values, seen in self.blocks_of_all(k[:, heads], v[:, heads]):
                 attend(some, queries[:, heads], shared(keys), shared(values), seen, self.blocks, self.factor,
                        self.comm.progress)
-                del keys, values
+                del keys, values                                    # their place is that of the next ones
         y, lse = part.finished()
         return y.reshape(q.shape), lse
 
     def attend_vjp(self, q: Array, k: Array, v: Array, dy: Array, y: Array, lse: Array) -> tuple[Array, Array, Array]:
         """dq, dk, dv.  In each turn but the last, dk and dv come home while the next one's own block is worked on."""
-        xp, up, queries = xp_of(q), Upstream.to(dy, y, lse, k), by_group(q, k)
+        xp, up, queries = xp_of(q), Upstream.by_group(dy, y, lse, k), by_group(q, k)
         dq, dk_dv = xp.zeros_like(q), xp.zeros((2, *k.shape), k.dtype)
         coming_home: list[tuple[Array, Transfer]] = []
         for heads in self.turns(k):
@@ -143,7 +143,7 @@ class Ring:
                     continue
                 if moving:
                     here += moving.wait().reshape(here.shape)       # what the ranks before have added
-                    moving = None
+                    moving = None                                   # and its place is free before more is sent
                 moving = self.send_on(here, step, values_of(k[:, heads]))
             if moving:
                 coming_home.append((own, moving))
